@@ -1,0 +1,139 @@
+"""The front door: ``project`` and ``bind`` to compute, ``applies`` and ``explain`` to ask, ``warmup`` to prepare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, gate
+from .gate import Decision
+from .head import HeadLike, find_heads, read_head
+from .report import WarmupReport
+from .warming import warm_head
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def project(head: HeadLike, x: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The logits of ``x`` through ``head``: ``x @ weight.T + bias``.
+
+    A low-batch kernel computes them where one is taken (see ``explain``), otherwise the head's own computation does, so
+    the result is always there. The first call for a row count compiles and checks the launch that it needs, about a
+    second; ``warmup`` does that beforehand.
+
+    Args:
+        head: nn.Linear, nn.Embedding (tied), a weight of shape (vocab, hidden), a tuple (weight, bias or None), or an
+            instance of a type given to ``register_head``.
+        x: (..., hidden) in the weight's dtype and on its device. A strided or unaligned x is copied where a kernel
+            cannot read it in place.
+        out: (..., vocab) to write the logits into; it must not overlap x or the head.
+        out_dtype: None for the head's dtype; torch.float32 for float32 logits that were never rounded to bfloat16.
+            A head that computes in its own way (quantized, hooked) is cast up afterwards instead.
+
+    Returns:
+        The logits (..., vocab): ``out`` where it was given.
+
+    Raises:
+        ValueError: arguments that no path could serve; ``out`` is untouched.
+    """
+    if _is_compiling():
+        return _traced(head, x, out, out_dtype)
+    return dispatch.dispatcher(head, out_dtype)(head, x, out)
+
+
+def _traced(head: HeadLike, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    from . import ops
+
+    return ops.traced(read_head(head), x, out, out_dtype)
+
+
+class Projection:
+    """A head bound for repeated calls; what ``bind`` returns."""
+
+    __slots__ = ("_dispatch", "_head", "_out_dtype")
+
+    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
+        read = read_head(head)
+        if read.weight is not None:
+            dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+        self._head = head
+        self._out_dtype = out_dtype
+        self._dispatch = dispatch.Dispatcher(head, out_dtype)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``project(head, x, out=out)``: the logits (..., vocab) of ``x`` (..., hidden)."""
+        if _is_compiling():
+            return _traced(self._head, x, out, self._out_dtype)
+        return self._dispatch(self._head, x, out)
+
+    def explain(self, x: Tensor) -> Decision:
+        """``explain(head, x)`` for the bound head."""
+        return explain(self._head, x, out_dtype=self._out_dtype)
+
+    def __repr__(self) -> str:
+        return f"Projection({type(self._head).__name__}, out_dtype={self._out_dtype})"
+
+
+def bind(head: HeadLike, *, out_dtype: torch.dtype | None = None) -> Projection:
+    """A callable for one head, with what ``project`` looks up on every call looked up once. For decode loops.
+
+    The weight and bias are read from the head on every call, so they may be changed, swapped, replaced or moved.
+
+    Args:
+        head: as for ``project``. The Projection keeps it alive.
+        out_dtype: as for ``project``.
+
+    Raises:
+        ValueError: ``head`` is none, or ``out_dtype`` is not one that it can have.
+    """
+    return Projection(head, out_dtype)
+
+
+def explain(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Decision:
+    """What ``project(head, x, out_dtype=out_dtype)`` would use, and why. Nothing is compiled or computed.
+
+    Raises:
+        ValueError: as for ``project``.
+    """
+    read = read_head(head)
+    dtype = dispatch.check_arguments(read, x, None, out_dtype)
+    return gate.decide(read, x, dtype)[0]
+
+
+def applies(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None) -> bool:
+    """Whether ``project`` would use a low-batch kernel for this input: ``explain`` as a bool."""
+    return explain(head, x, out_dtype=out_dtype).taken
+
+
+def warmup(
+    model_or_head: Any,
+    *,
+    max_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    progress: bool | None = None,
+) -> WarmupReport:
+    """Compile and check every launch that serving will need, so that ``project`` never compiles.
+
+    Args:
+        model_or_head: a model, whose heads are found by ``get_output_embeddings()`` and by registered types, or a head.
+            A weight that is met twice is prepared once.
+        max_rows: prepare row counts 1 to max_rows; None for all that are served untuned on this GPU (16 on SM90 and
+            SM120, 32 on SM100 and SM103). More rows than that stay with the default GEMM.
+        out_dtype: prepare for this ``out_dtype`` of ``project``.
+        progress: a progress bar on stderr; None for one where stderr is a terminal.
+
+    Returns:
+        What serves which row count of which head, why, and how long it took. It prints as a table.
+
+    Raises:
+        ValueError: no head was found, or an argument is not as above. Nothing was prepared then.
+    """
+    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+        raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
+    heads = [(name, head, read_head(head)) for name, head in find_heads(model_or_head)]
+    for _, _, read in heads:
+        if read.weight is not None:
+            dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+    return WarmupReport.collect(heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar), progress)

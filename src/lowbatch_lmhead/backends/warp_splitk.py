@@ -1,0 +1,159 @@
+"""FlashInfer's warp split-K kernel: a 16- or 32-row weight tile per CTA, streamed through a ring of shared memory by
+cp.async; four warps share the tile's hidden dimension and add up on chip.
+
+The kernel takes vocabularies that are a multiple of its tile and less than 2**31 weights, and fails without an error
+beyond. Here a vocabulary that is no multiple of the tile is described to it as two overlapping parts of equal size,
+whose common rows are computed twice, to the same bits; and a larger weight with 64-bit strides. So one launch serves
+every vocabulary of 16 and more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from .. import devices
+from . import flashinfer
+from .base import Problem, dtype_name
+from .compiling import CompiledBackend
+
+MAX_ROWS = 32
+MAX_K_TILES = 64  # the kernel unrolls its loop over the hidden dimension
+COMPUTE_WARPS = 4
+MAX_STAGES = 16
+RESERVED_SMEM = 1024  # what the driver takes from each resident CTA
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """The fields of FlashInfer's WarpSplitKTactic: tile sizes in elements, ring depth, warps that load x."""
+
+    output_tile: int
+    token_tile: int
+    k_tile: int
+    stages: int
+    b_loader_warps: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.output_tile}x{self.token_tile}x{self.k_tile}, {self.stages} stages, {self.b_loader_warps} loaders"
+        )
+
+
+def smem_bytes(tactic: Tactic) -> int:
+    """Shared memory of one CTA, in bytes: the ring, the partial sums (34 words for each 32) and the barriers."""
+    ring = math.ceil(tactic.output_tile * tactic.k_tile * 2 * tactic.stages / 1024) * 1024
+    ring += tactic.token_tile * tactic.k_tile * 2 * tactic.stages
+    partials = COMPUTE_WARPS * tactic.output_tile * tactic.token_tile // 32 * 34 * 4
+    return ring + partials + 16 * tactic.stages
+
+
+def parts(vocab: int, tile: int) -> tuple[int, int]:
+    """``(size, start)``: one part of ``vocab`` rows with start 0, or two of ``size`` rows at rows 0 and ``start``.
+
+    ``size`` is a multiple of ``tile``. Two parts cover the vocabulary and overlap by less than ``2 * tile`` rows.
+    """
+    if vocab % tile == 0:
+        return vocab, 0
+    size = math.ceil(vocab / (2 * tile)) * tile
+    return size, vocab - size
+
+
+def default_tactic(problem: Problem) -> Tactic:
+    """The tactic for an untuned launch.
+
+    SM90: fitted to a sweep of 15 heads on an H200 at 1, 8 and 16 rows (benchmarks/results/h200/sweep.json): many small
+    CTAs per SM (short rings, k_tile 128) beat few deep ones by 1 to 4 %. SM100 and SM103: FlashInfer's own choice
+    there, which was measured on B200 and B300 and could not be here. SM120: what two CTAs per SM leave room for.
+    """
+    hidden, arch = problem.hidden, devices.ARCHITECTURES[problem.arch]
+    output_tile = 32 if problem.vocab >= 32 else 16
+    token_tile = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
+    fits_128, fits_256 = _tiles_fit(hidden, 128), _tiles_fit(hidden, 256)
+    if problem.arch in ("sm_100a", "sm_103a"):
+        k_tile, residents = 256 if fits_256 and hidden > 512 else 128, 2
+    else:
+        k_tile = 128 if fits_128 else 256
+        if problem.arch == "sm_120a" or k_tile == 256:
+            residents = 2
+        else:
+            residents = 4 if token_tile == 8 else 5 if hidden <= 2560 else 3
+    stages = min(MAX_STAGES, hidden // k_tile)
+    while stages > 2:
+        smem = smem_bytes(Tactic(output_tile, token_tile, k_tile, stages, 2))
+        if smem <= arch.smem_per_block and residents * (smem + RESERVED_SMEM) <= arch.smem_per_sm:
+            break
+        stages -= 1
+    return Tactic(output_tile, token_tile, k_tile, stages, 2)
+
+
+def _tiles_fit(hidden: int, k_tile: int) -> bool:
+    # A 256-wide tile that fits exactly twice is one that FlashInfer excludes (it generates an invalid instruction).
+    return hidden % k_tile == 0 and hidden // k_tile <= MAX_K_TILES and (k_tile, hidden // k_tile) != (256, 2)
+
+
+class WarpSplitK(CompiledBackend):
+    name = "flashinfer warp split-K"
+    architectures = frozenset(devices.ARCHITECTURES)
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.dtype is not torch.bfloat16:
+            return f"x is {dtype_name(problem.dtype)}; it takes bfloat16"
+        if problem.out_dtype not in (torch.bfloat16, torch.float32):
+            return f"the output is {dtype_name(problem.out_dtype)}; it writes bfloat16 or float32"
+        if problem.rows > MAX_ROWS:
+            return f"{problem.rows} rows; it takes up to {MAX_ROWS}"
+        if problem.hidden % 128:
+            return f"hidden {problem.hidden} is not a multiple of 128"
+        if not (_tiles_fit(problem.hidden, 128) or _tiles_fit(problem.hidden, 256)):
+            return (
+                f"hidden {problem.hidden} is more than {MAX_K_TILES} tiles of 256 (or, not a multiple of 256, of 128)"
+            )
+        if problem.vocab < 16:
+            return f"vocab {problem.vocab} is less than one tile of 16"
+        return flashinfer.unusable()
+
+    def tactics(self, problem: Problem) -> list[Tactic]:
+        return [default_tactic(problem)]
+
+    def smem_bytes(self, tactic: Tactic) -> int:
+        return smem_bytes(tactic)
+
+    def kernel(self, problem: Problem, tactic: Tactic) -> Any:
+        """The jit function that launches the kernel on the whole weight."""
+        import cutlass
+        from cutlass import cute
+
+        module = flashinfer.kernel_module("dense_bf16_gemm_warp_splitk")
+        flashinfer_tactic = module.WarpSplitKTactic(*astuple(tactic))
+        hidden = problem.hidden
+        size, start = parts(problem.vocab, tactic.output_tile)
+        module.validate_tactic(flashinfer_tactic, 1, size, hidden)
+        kernel = module.CpAsyncWarpSplitKKernel(flashinfer_tactic, False, problem.has_bias)
+        limit = devices.ARCHITECTURES[problem.arch].smem_per_block
+        if kernel.smem_bytes > limit:
+            raise ValueError(
+                f"tactic {tactic} takes {kernel.smem_bytes} bytes of shared memory; {problem.arch} has {limit}"
+            )
+        # The kernel computes offsets in the type of the strides it is given; 32 bits are not enough from 2**31 weights on.
+        stride_type = cutlass.Int64 if problem.vocab * hidden >= 2**31 else int
+
+        class OnWholeWeight:
+            @cute.experimental.jit
+            def __call__(self, weight, x, bias, out, stream):  # type: ignore[no-untyped-def]
+                # The vocabulary as one mode: rows of a part, and the part where there are two.
+                rows = (size, 2) if start else size
+                features = (1, start) if start else 1
+                weight_rows = (stride_type(hidden), stride_type(start * hidden)) if start else stride_type(hidden)
+                weight = cute.make_tensor(weight.iterator, cute.make_layout((rows, hidden), stride=(weight_rows, 1)))
+                out = cute.make_tensor(
+                    out.iterator, cute.make_layout((x.shape[0], rows), stride=(out.stride[0], features))
+                )
+                # Without a bias the kernel does not read its bias argument.
+                bias = out if bias is None else cute.make_tensor(bias.iterator, cute.make_layout(rows, stride=features))
+                kernel(weight, x, bias, out, stream)
+
+        return OnWholeWeight()

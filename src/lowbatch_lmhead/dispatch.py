@@ -1,0 +1,328 @@
+"""From a head and ``x`` to logits: the quick way for a prepared launch, and the thorough way for everything else.
+
+The quick way checks only what a launch cannot see for itself; shapes, strides, dtypes, devices and alignment it leaves
+to the launch, which raises ValueError before it writes. Whatever fails goes the thorough way, which says what is wrong,
+prepares what is missing, or computes what the head would have computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import gate
+from .backends import default_gemm
+from .backends.base import dtype_name
+from .head import Head, HeadLike, forwards_untouched, is_plain, read_head, reader_of
+from .log import warn_once
+from .plan import Plan
+
+_functorch_level = gate.functorch_level
+_dispatch_modes = gate.dispatch_modes
+_autocast = torch.is_autocast_enabled
+_grad = torch.is_grad_enabled
+
+
+class Dispatcher:
+    """One head's quick way. It keeps neither the head nor its tensors alive: they come with every call."""
+
+    __slots__ = (
+        "_autocast_type",
+        "_guard",
+        "_hidden",
+        "_index",
+        "_max_rows",
+        "_read",
+        "_table",
+        "_vocab",
+        "_weight",
+        "out_dtype",
+    )
+
+    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
+        self.out_dtype = out_dtype
+        self._read = _quick_reader(head)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._table: list[Callable[..., Any] | None] = []
+        self._max_rows = -1  # no row count is looked up
+        self._index = -2  # no device's
+
+    def _remember(self, plan: Plan, weight: Tensor) -> None:
+        self._table, self._max_rows = plan.table, plan.max_rows
+        self._vocab, self._hidden = plan.key.vocab, plan.key.hidden
+        self._index = weight.get_device()
+        self._autocast_type = weight.device.type
+        self._weight = type(weight)
+        # A launch runs on the current device's context.
+        self._guard = self._autocast_type == "cuda" and torch.cuda.device_count() > 1
+
+    def __call__(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
+        try:
+            read = self._read(head)
+            if read is not None and type(x) is Tensor and x.get_device() == self._index:
+                weight, bias = read
+                shape = x.shape
+                if (
+                    type(weight) is self._weight
+                    and len(shape) > 0
+                    and shape[-1] == self._hidden
+                    and not _autocast(self._autocast_type)
+                    and _functorch_level() is None
+                    and not _dispatch_modes()
+                    and not (_grad() and _requires_grad(x, weight, bias))
+                    and not (self._guard and torch.cuda.current_device() != self._index)
+                ):
+                    flat = x if len(shape) == 2 else x.reshape(-1, self._hidden)
+                    rows = flat.shape[0]
+                    if rows <= self._max_rows:
+                        launch = self._table[rows]
+                        if launch is not None:
+                            if out is None:
+                                result = flat.new_empty((rows, self._vocab), dtype=self.out_dtype)
+                                launch(weight, flat, bias, result)
+                                return result if flat is x else result.view(*shape[:-1], self._vocab)
+                            if flat is x and not overlap(x, out):
+                                launch(weight, x, bias, out)
+                                return out
+                    elif out is None and self.out_dtype is None and x.dtype is weight.dtype:
+                        return F.linear(x, weight, bias)
+        except (ValueError, TypeError, KeyError):
+            pass
+        return self._thorough(head, x, out)
+
+    def _thorough(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
+        read = read_head(head)
+        out_dtype = check_arguments(read, x, out, self.out_dtype)
+        rows = gate.row_count(x)
+        decision, plan = gate.decide(read, x, out_dtype)
+        if plan is None:
+            self._forget()
+            return _default(read, x, out, out_dtype, self.out_dtype)
+        assert read.weight is not None
+        self._remember(plan, read.weight)
+        if decision.taken and not decision.prepared:
+            if _capturing(x.device):
+                warn_once(
+                    f"a {plan.key.vocab}x{plan.key.hidden} head met {rows} rows inside a CUDA graph capture before it was "
+                    "prepared; the graph holds the default GEMM. Call warmup(head) before capturing"
+                )
+                return _default(read, x, out, out_dtype, self.out_dtype)
+            plan.prepare(rows, read.weight, read.bias)
+        launch = plan.table[rows] if rows <= plan.max_rows else None
+        if launch is not None:
+            try:
+                return _run(launch, read, x, out, out_dtype)
+            except (ValueError, TypeError) as error:
+                warn_once(f"a launch refused what the gate let pass, the default GEMM serves: {error}")
+        return _default(read, x, out, out_dtype, self.out_dtype)
+
+
+def _requires_grad(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def _quick_reader(head: HeadLike) -> Callable[[Any], tuple[Tensor, Tensor | None] | None]:
+    """A function that returns a head's (weight, bias), or None when it has to be read thoroughly again."""
+    if isinstance(head, Tensor):
+        return _read_tensor
+    if isinstance(head, tuple):
+        return _read_tuple
+    registered = reader_of(head)
+    if registered is not None:
+        return registered
+    if isinstance(head, nn.Embedding):
+        return _read_embedding
+    if isinstance(head, nn.Linear) and not read_head(head).reasons:
+        return _read_linear
+    return _read_never
+
+
+def _read_tensor(head: Tensor) -> tuple[Tensor, None]:
+    return head, None
+
+
+def _read_tuple(head: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return head
+
+
+def _read_embedding(head: nn.Embedding) -> tuple[Tensor, None]:
+    return head._parameters["weight"], None  # type: ignore[return-value]
+
+
+def _read_linear(head: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
+    if not forwards_untouched(head):
+        return None
+    parameters = head._parameters
+    return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
+
+
+def _read_never(head: Any) -> None:
+    return None
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory that two tensors lie in has bytes in common (the gaps of a strided one counted in)."""
+    distance = b.data_ptr() - a.data_ptr()
+    return distance < _span(a) and -distance < _span(b) and a.device == b.device and a.numel() > 0 and b.numel() > 0
+
+
+def _have_addresses(*tensors: Tensor) -> bool:
+    return all(is_plain(tensor) and tensor.device.type != "meta" for tensor in tensors)
+
+
+def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the logits; ValueError for arguments that no path could serve. Nothing is written."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor of shape (..., hidden), got {type(x).__name__}")
+    weight = head.weight
+    if x.dim() == 0:
+        hidden = weight.shape[-1] if weight is not None else "hidden"
+        raise ValueError(f"x must have the shape (..., {hidden}), got a tensor without dimensions")
+    if not x.is_floating_point():
+        raise ValueError(f"x must hold floating-point values, got {dtype_name(x.dtype)}")
+    autocast = torch.is_autocast_enabled(x.device.type) if x.device.type in ("cuda", "cpu") else False
+    own_dtype = torch.get_autocast_dtype(x.device.type) if autocast else (x if weight is None else weight).dtype
+    if head.own is None:
+        assert weight is not None
+        if weight.dim() == 2 and x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"x has the shape {tuple(x.shape)}; the head's weight {tuple(weight.shape)} takes (..., {weight.shape[1]})"
+            )
+        if x.device != weight.device:
+            raise ValueError(f"x is on {x.device}, the head's weight on {weight.device}; they must be on one device")
+        if x.dtype != weight.dtype and not autocast and is_plain(weight):
+            raise ValueError(
+                f"x is {dtype_name(x.dtype)}, the head's weight {dtype_name(weight.dtype)}; "
+                f"convert one, for example x.to({weight.dtype})"
+            )
+        bias = head.bias
+        if bias is not None and (bias.device != weight.device or (bias.dtype != weight.dtype and not autocast)):
+            raise ValueError(
+                f"the head's bias is {dtype_name(bias.dtype)} on {bias.device}, its weight {dtype_name(weight.dtype)} on "
+                f"{weight.device}; they must be alike"
+            )
+    check_out_dtype(out_dtype, own_dtype)
+    dtype = own_dtype if out_dtype is None else out_dtype
+    if out is not None:
+        _check_out(head, x, out, dtype)
+    return dtype
+
+
+def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
+    if out_dtype not in (None, own_dtype, torch.float32):
+        got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
+        raise ValueError(f"out_dtype must be None, torch.float32 or {own_dtype}, got {got}")
+
+
+def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    if not isinstance(out, Tensor):
+        raise ValueError(f"out must be a tensor, got {type(out).__name__}")
+    if out.dtype != dtype:
+        hint = "; pass out_dtype=torch.float32 for float32 logits" if out.dtype is torch.float32 else ""
+        raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
+    if out.device != x.device:
+        raise ValueError(f"out is on {out.device}, x on {x.device}; they must be on one device")
+    weight = head.weight
+    if head.own is None and weight is not None:
+        shape = (*x.shape[:-1], weight.shape[0])
+        if out.shape != shape:
+            raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, head.bias, out)):
+        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
+    for name, tensor in (("x", x), ("the head's weight", weight), ("the head's bias", head.bias)):
+        if tensor is not None and _have_addresses(tensor, out) and overlap(tensor, out):
+            raise ValueError(f"out overlaps {name} in memory (out at {out.data_ptr():#x}); give it memory of its own")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        raise ValueError(f"out has elements that share memory: shape {tuple(out.shape)}, strides {out.stride()}")
+
+
+def _run(launch: Callable[..., Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Call a launch, with copies of what it cannot read or write in place (x is small)."""
+    weight = head.weight
+    assert weight is not None
+    vocab, hidden = weight.shape
+    with torch.no_grad():
+        flat = x.reshape(-1, hidden)
+        rows = flat.shape[0]
+        if flat.stride(1) != 1 or flat.stride(0) * flat.element_size() % 16 or flat.data_ptr() % 16:
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        direct = out is not None and out.dim() == 2 and out.stride(1) == 1
+        target = out if direct else flat.new_empty((rows, vocab), dtype=out_dtype)
+        assert target is not None
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+            launch(weight, flat, head.bias, target)
+        if out is None:
+            return target.view(*x.shape[:-1], vocab)
+        return out if direct else out.copy_(target.view(out.shape))
+
+
+def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Tensor:
+    """What the head computes without this library, in ``out_dtype`` where one was asked for."""
+    if head.own is not None:
+        result = head.own(x)
+        if not isinstance(result, Tensor):
+            raise ValueError(f"the head returned a {type(result).__name__} instead of its logits")
+        if out_dtype is not None:
+            result = result.to(out_dtype)
+        if out is not None and out.shape != result.shape:
+            raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(result.shape)}")
+    else:
+        assert head.weight is not None
+        weight, bias = head.weight, head.bias
+        plain = is_plain(weight) and not torch.is_autocast_enabled(x.device.type)
+        if out is not None and plain and dtype == weight.dtype and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
+            if bias is None:
+                return torch.mm(x, weight.t(), out=out)
+            return torch.addmm(bias, x, weight.t(), out=out)
+        if x.dtype == weight.dtype and out_dtype is not None and is_plain(weight):
+            with torch.autocast(x.device.type, enabled=False) if not plain else contextlib.nullcontext():
+                result = default_gemm.logits(x, weight, bias, out_dtype)
+        else:
+            result = F.linear(x, weight, bias)
+            result = result if out_dtype is None else result.to(out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+_dispatchers: dict[tuple[int, torch.dtype | None], tuple[Callable[[], Any], Dispatcher]] = {}
+
+
+def dispatcher(head: HeadLike, out_dtype: torch.dtype | None) -> Dispatcher:
+    """The dispatcher that calls with this head share; it goes when the head goes."""
+    key = (id(head), out_dtype)
+    known = _dispatchers.get(key)
+    if known is not None and known[0]() is head:
+        return known[1]
+    made = Dispatcher(head, out_dtype)
+    if isinstance(head, tuple):
+        # A tuple is made anew for every call as likely as not, and cannot be referred to weakly: its weight can.
+        return _for_weight(head, out_dtype)
+    _dispatchers[key] = (weakref.ref(head, lambda _: _dispatchers.pop(key, None)), made)
+    return made
+
+
+def _for_weight(head: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | None) -> Dispatcher:
+    weight = head[0]
+    key = (-id(weight), out_dtype)
+    known = _dispatchers.get(key)
+    if known is None or known[0]() is not weight:
+        known = (weakref.ref(weight, lambda _: _dispatchers.pop(key, None)), Dispatcher(head, out_dtype))
+        _dispatchers[key] = known
+    return known[1]

@@ -1,0 +1,133 @@
+"""The gate: whether a head and an input are taken, and if not, every reason why.
+
+It is read on the first call and wherever the quick checks of ``dispatch`` do not hold; ``applies`` and ``explain``
+share it. A reason names what a person could change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import backends, devices
+from .backends.base import dtype_name
+from .head import Head, is_plain
+from .plan import Plan, plan_for
+
+functorch_level = torch._C._functorch.maybe_current_level
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What serves one projection, and why. True when a low-batch kernel does.
+
+    ``backend`` is "default GEMM" when none does; ``tactic`` the compiled variant; ``reasons`` why it is not a kernel, or
+    why the kernels before it were passed over; ``prepared`` whether it is compiled and checked already.
+    """
+
+    taken: bool
+    backend: str
+    tactic: str | None
+    reasons: tuple[str, ...]
+    rows: int
+    prepared: bool = False
+
+    def __bool__(self) -> bool:
+        return self.taken
+
+    def __str__(self) -> str:
+        name = f"{self.backend} ({self.tactic})" if self.tactic else self.backend
+        if self.taken and not self.prepared:
+            name += ", not compiled yet"
+        lines = [f"{self.rows} rows: {name}"]
+        lines += [f"  {'not ' if self.taken else 'because '}{reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+def refused(reasons: Iterable[str], rows: int) -> Decision:
+    return Decision(False, backends.DEFAULT_GEMM, None, tuple(reasons), rows)
+
+
+def row_count(x: Tensor) -> int:
+    """The rows of ``x`` (..., hidden)."""
+    return x.shape[:-1].numel()
+
+
+def reasons_against(head: Head, x: Tensor) -> list[str]:
+    """Every reason why no backend may be asked: what the head is, what ``x`` is, and what is going on around them."""
+    reasons = list(head.reasons)
+    if not is_plain(x):
+        reasons.append(f"x is a {type(x).__name__}")
+    if functorch_level() is not None:
+        reasons.append("a functorch transform (vmap, grad, jvp) is active")
+    if dispatch_modes():
+        reasons.append("a TorchDispatchMode is active")
+    reasons += _device_reasons(x.device)
+    weight, bias = head.weight, head.bias
+    if weight is not None and is_plain(weight) and not reasons:
+        reasons += _tensor_reasons(weight, bias, x)
+    if row_count(x) == 0:
+        reasons.append("there are 0 rows")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        reasons.append("gradients are needed: call under torch.no_grad() or torch.inference_mode()")
+    return reasons
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    arch = devices.architecture(device)
+    if any(arch in backend.architectures for backend in backends.kernels()):
+        return []
+    if device.type != "cuda":
+        return [f"x is on {device}, not on a CUDA GPU"]
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    known = ", ".join(sorted({name for backend in backends.kernels() for name in backend.architectures}))
+    return [f"{torch.cuda.get_device_name(device)} (compute capability {capability}) is none of {known}"]
+
+
+def _tensor_reasons(weight: Tensor, bias: Tensor | None, x: Tensor) -> list[str]:
+    reasons = []
+    if weight.device != x.device or (bias is not None and bias.device != x.device):
+        reasons.append(f"x is on {x.device}, the weight on {weight.device}")
+    if torch.is_autocast_enabled(x.device.type):
+        reasons.append("autocast is on")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        of_bias = f", the bias {dtype_name(bias.dtype)}" if bias is not None else ""
+        reasons.append(f"x is {dtype_name(x.dtype)}, the weight {dtype_name(weight.dtype)}{of_bias}")
+    if not weight.is_contiguous():
+        reasons.append(f"the weight is not contiguous: strides {weight.stride()} for shape {tuple(weight.shape)}")
+    elif weight.data_ptr() % 16:
+        reasons.append("the weight does not start at a multiple of 16 bytes")
+    if bias is not None and not bias.is_contiguous():
+        reasons.append(f"the bias is not contiguous: stride {bias.stride()}")
+    return reasons
+
+
+def decide(head: Head, x: Tensor, out_dtype: torch.dtype) -> tuple[Decision, Plan | None]:
+    """What serves this input, without preparing anything; and the plan, when no reason stands against asking it."""
+    rows = row_count(x)
+    reasons = reasons_against(head, x)
+    if reasons:
+        return refused(reasons, rows), None
+    assert head.weight is not None
+    plan = plan_for(head.weight, head.bias, out_dtype)
+    return decide_rows(plan, rows), plan
+
+
+def decide_rows(plan: Plan, rows: int) -> Decision:
+    """What ``plan`` has, or would prepare, for ``rows``."""
+    if rows > plan.max_rows:
+        reason = f"{rows} rows; {plan.arch} is served up to {plan.max_rows} without tuning"
+        return refused([reason], rows)
+    entry = plan.entries[rows]
+    if entry is None:
+        backend, tactic, reasons = plan.first_choice(rows)
+        if backend is None:
+            return refused(reasons, rows)
+        return Decision(True, backend, tactic, reasons, rows)
+    if entry.launch is None:
+        return Decision(False, backends.DEFAULT_GEMM, None, entry.reasons, rows, prepared=True)
+    return Decision(True, entry.launch.backend, entry.launch.tactic, entry.reasons, rows, prepared=True)

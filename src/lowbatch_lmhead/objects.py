@@ -1,0 +1,213 @@
+"""Compiled kernels on disk.
+
+Rules:
+- one kernel is one shared library and one small JSON file that names it, its digest and everything that it depends on;
+  another version, architecture or tactic is another file, never an overwritten one;
+- a file is written beside its place and renamed into it, so a reader sees all of it or nothing, and two processes that
+  compile the same kernel do no harm;
+- a missing, damaged or foreign file is a miss, never an error: the kernel is compiled again;
+- nothing is loaded from a folder that another user can write, because loading runs code;
+- a folder that cannot be written costs the next process a compile, nothing else.
+
+Where: ``LOWBATCH_LMHEAD_CACHE``, else ``$XDG_CACHE_HOME/lowbatch-lmhead``, else ``~/.cache/lowbatch-lmhead``. Folders in
+``LOWBATCH_LMHEAD_OBJECTS`` (separated by ``:``) are read before it and never written: what ``lowbatch-lmhead compile
+--out`` made on another machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .log import logger, warn_once
+
+Key = dict[str, Any]
+
+
+@dataclass
+class Counts:
+    """What this process did so far; ``warmup`` reports the difference."""
+
+    compiled: int = 0
+    loaded: int = 0
+
+
+counts = Counts()
+
+
+def cache_folder() -> Path:
+    """Where this process keeps what it compiles. It may not exist yet."""
+    chosen = os.environ.get("LOWBATCH_LMHEAD_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "lowbatch-lmhead"
+
+
+def folders() -> list[Path]:
+    """Where objects are looked for, first to last."""
+    given = os.environ.get("LOWBATCH_LMHEAD_OBJECTS", "")
+    return [Path(part).expanduser() for part in given.split(os.pathsep) if part] + [cache_folder()]
+
+
+def distrust(folder: Path) -> str | None:
+    """Why code in ``folder`` could have been put there by another user, or None."""
+    own = (0, os.geteuid())
+    try:
+        path = folder.resolve(strict=True)
+        for place in (path, *path.parents):
+            info = place.stat()
+            if info.st_uid not in own:
+                return f"{place} belongs to user {info.st_uid}"
+            # In a sticky folder (/tmp) others can add files but not replace ours.
+            others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if others_write and (place == path or not info.st_mode & stat.S_ISVTX):
+                return f"{place} can be written by other users (mode {stat.S_IMODE(info.st_mode):o})"
+    except OSError as error:
+        return f"{folder} cannot be examined: {error.strerror or error}"
+    return None
+
+
+def stem(key: Key) -> str:
+    """The file name, without its ending, for ``key``: readable first, then a digest of all of it."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    words = [key["backend"], key["arch"], f"{key['vocab']}x{key['hidden']}", key["out_dtype"], key["tactic"]]
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(map(str, words))) + f"-{digest}"
+
+
+def find(key: Key) -> Path | None:
+    """The shared library for ``key`` from the first folder that has a whole one of it."""
+    for folder in folders():
+        if not folder.is_dir():
+            continue
+        reason = distrust(folder)
+        if reason:
+            warn_once(f"no compiled kernel is loaded from {folder}: {reason}")
+            continue
+        path = _read(folder, key)
+        if path is not None:
+            return path
+    return None
+
+
+def _read(folder: Path, key: Key) -> Path | None:
+    entry = folder / f"{stem(key)}.json"
+    try:
+        content = json.loads(entry.read_bytes())
+        path = folder / Path(content["file"]).name
+        data = path.read_bytes()
+        if content["key"] == key and hashlib.sha256(data).hexdigest() == content["sha256"]:
+            return path
+        reason = "it does not hold what it says"
+    except FileNotFoundError as error:
+        if error.filename == str(entry):
+            return None
+        reason = f"{error.filename} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it cannot be read ({type(error).__name__}: {error})"
+    logger.warning("%s is compiled again: %s", entry, reason)
+    return None
+
+
+def keep(key: Key, data: bytes) -> Path | None:
+    """Write a compiled kernel to the cache folder; None, with one warning, where that cannot be done or trusted."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = distrust(folder)
+        if reason is None:
+            return write(folder, key, data)
+    except OSError as error:
+        reason = f"{error.strerror or error}"
+    warn_once(f"compiled kernels are not kept in {folder}, the next process compiles again: {reason}")
+    return None
+
+
+def write(folder: Path, key: Key, data: bytes) -> Path:
+    """Write a compiled kernel and its entry into ``folder`` and return the library's path. OSError when it cannot."""
+    digest = hashlib.sha256(data).hexdigest()
+    path = folder / f"{stem(key)}-{digest[:8]}.so"
+    _replace(path, data)
+    entry = {"key": key, "file": path.name, "sha256": digest}
+    _replace(folder / f"{stem(key)}.json", json.dumps(entry, indent=1, sort_keys=True).encode())
+    return path
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def linker() -> str | None:
+    """A program that links a shared library, or None."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang", "ld"):
+        found = name and shutil.which(name)
+        if found:
+            return found
+    return None
+
+
+def _driver_major() -> int | None:
+    """The CUDA major version that the driver supports, or None without a driver."""
+    try:
+        version = ctypes.c_int(0)
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value // 1000
+    except (OSError, AttributeError):
+        pass
+    return None
+
+
+@functools.cache
+def _runtimes() -> dict[int, Path]:
+    """The DSL's runtime library for each CUDA major version that is installed."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    found = {}
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(root).glob("cu*/lib/libcute_dsl_runtime.so"):
+            major = path.parts[-3].removeprefix("cu")
+            if major.isdigit():
+                found[int(major)] = path
+    return found
+
+
+@functools.cache
+def cuda_flavour() -> int | None:
+    """The CUDA major version of the DSL that is used here: the newest installed that the driver supports.
+
+    This is the DSL's own rule (without a driver: the newest), so that what is loaded is what it would compile.
+    """
+    driver = _driver_major()
+    return max((major for major in _runtimes() if driver is None or major <= driver), default=None)
+
+
+@functools.cache
+def open_runtime() -> None:
+    """Make the symbols that compiled kernels need visible: the DSL's runtime and TVM-FFI's. OSError when missing."""
+    import tvm_ffi
+
+    flavour = cuda_flavour()
+    if flavour is None:
+        raise OSError(
+            f"no libcute_dsl_runtime.so for this driver (CUDA {_driver_major()}): "
+            f"nvidia-cutlass-dsl has {sorted(_runtimes()) or 'none'}"
+        )
+    ctypes.CDLL(str(_runtimes()[flavour]), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(tvm_ffi.libinfo.find_libtvm_ffi()), mode=ctypes.RTLD_GLOBAL)

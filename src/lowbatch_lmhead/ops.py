@@ -1,0 +1,80 @@
+"""The torch.library operators that ``torch.compile`` sees: opaque calls with known shapes.
+
+``lowbatch_lmhead::project`` returns logits; ``lowbatch_lmhead::project_out`` writes them into a given tensor. Their
+implementation is the eager one, so a compiled model is served by the same plan, and a CUDA graph captures the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import dispatch
+from .head import Head
+
+
+@torch.library.custom_op("lowbatch_lmhead::project", mutates_args=())
+def project_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    head = weight if bias is None else (weight, bias)
+    return dispatch.dispatcher(head, out_dtype)(head, x, None)
+
+
+@project_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    """The gradients of ``x @ weight.T + bias``, so that the operator is differentiable by itself."""
+    x, weight = ctx.saved_tensors
+    flat, grad_flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).to(weight.dtype)
+    grad_bias = grad_flat.sum(0) if ctx.has_bias else None
+    return (grad_flat @ weight).view(x.shape), grad_flat.t() @ flat, grad_bias, None
+
+
+project_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("lowbatch_lmhead::project_out", mutates_args=("out",))
+def project_out_op(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, out_dtype: torch.dtype | None) -> None:
+    head = weight if bias is None else (weight, bias)
+    dispatch.dispatcher(head, out_dtype)(head, x, out)
+
+
+@project_out_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, out_dtype: torch.dtype | None) -> None:
+    return None
+
+
+def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """``project`` as ``torch.compile`` traces it: the head is read while tracing, the input when the graph runs."""
+    dtype = dispatch.check_arguments(head, x, None, out_dtype)
+    bias = head.bias
+    weight = x if head.weight is None else head.weight  # x only where the head computes by itself
+    if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
+        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
+    if head.own is None and not _needs_grad(x, weight, bias) and not torch.is_autocast_enabled(x.device.type):
+        if out is None:
+            logits: Tensor = project_op(x, weight, bias, out_dtype)
+            return logits
+        project_out_op(x, weight, bias, out, out_dtype)
+        return out
+    if head.own is not None:
+        result = head.own(x)
+    elif dtype != weight.dtype:
+        result = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    else:
+        result = F.linear(x, weight, bias)
+    result = result if out_dtype is None else result.to(out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,142 @@
+"""The plan: for one head shape, data types and device, which launch serves which row count.
+
+A plan holds no tensor: the weight of each call is the caller's. Serving reads ``table``; everything else is preparation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends, devices, verify
+from .backends import Launch, Problem
+from .log import logger
+
+
+class PlanKey(NamedTuple):
+    device: torch.device
+    vocab: int
+    hidden: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What serves one row count. ``launch`` None is the default GEMM; ``reasons`` says why each backend does not."""
+
+    launch: Launch | None
+    reasons: tuple[str, ...]
+
+
+class Plan:
+    """Row count -> launch, filled as row counts are prepared."""
+
+    def __init__(self, key: PlanKey) -> None:
+        self.key = key
+        self.arch = devices.architecture(key.device)
+        self.max_rows = devices.untuned_rows(self.arch)
+        self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
+        # What serving looks up: the launch's function, or None for anything but a prepared kernel.
+        self.table: list[Callable[..., Any] | None] = [None] * (self.max_rows + 1)
+        self._lock = threading.RLock()
+        self._tried: dict[tuple[str, str], Launch | str] = {}  # a launch, or why it was dropped
+
+    def problem(self, rows: int) -> Problem:
+        key = self.key
+        assert self.arch is not None
+        return Problem(key.vocab, key.hidden, rows, key.dtype, key.out_dtype, key.has_bias, self.arch)
+
+    def first_choice(self, rows: int) -> tuple[str | None, str | None, tuple[str, ...]]:
+        """(backend, tactic, reasons) that preparing ``rows`` would try first; backend None for the default GEMM."""
+        problem = self.problem(rows)
+        able, reasons = backends.candidates(problem)
+        for backend in able:
+            for tactic in backend.tactics(problem):
+                dropped = self._tried.get((backend.name, str(tactic)))
+                if not isinstance(dropped, str):
+                    return backend.name, str(tactic), tuple(reasons)
+                reasons.append(dropped)
+        return None, None, tuple(reasons)
+
+    def prepare(self, rows: int, weight: Tensor, bias: Tensor | None) -> Entry:
+        """Compile, check and enter the first launch that is right for ``rows``; at once where that was done before."""
+        with self._lock:
+            entry = self.entries[rows]
+            if entry is None:
+                with _on_device(self.key.device):
+                    entry = self._choose(rows, weight, bias)
+                self.entries[rows] = entry
+                self.table[rows] = entry.launch.call if entry.launch else None
+            return entry
+
+    def _choose(self, rows: int, weight: Tensor, bias: Tensor | None) -> Entry:
+        problem = self.problem(rows)
+        able, reasons = backends.candidates(problem)
+        for backend in able:
+            for tactic in backend.tactics(problem):
+                known = (backend.name, str(tactic))
+                tried = self._tried.get(known)
+                if not isinstance(tried, str):
+                    tried = self._try(tried, backend, tactic, problem, weight, bias)
+                    self._tried[known] = tried
+                if isinstance(tried, Launch):
+                    return Entry(tried, tuple(reasons))
+                reasons.append(tried)
+        return Entry(None, tuple(reasons))
+
+    def _try(
+        self,
+        launch: Launch | None,
+        backend: backends.Backend,
+        tactic: Any,
+        problem: Problem,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Launch | str:
+        try:
+            launch = launch or backend.compile(problem, tactic)
+            wrong = verify.mistake(launch, weight, bias, problem.rows, problem.out_dtype)
+            if wrong is None:
+                return launch
+        except Exception as error:  # whatever a kernel's packages raise, the next in line serves
+            wrong = f"{type(error).__name__}: {_first_lines(error)}"
+        reason = f"{backend.name} ({tactic}): {wrong}"
+        logger.warning("%dx%d, %d rows: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
+        return reason
+
+
+def _first_lines(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+_plans: dict[PlanKey, Plan] = {}
+_plans_lock = threading.Lock()
+
+
+def plan_for(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Plan:
+    """The plan that heads of this shape share."""
+    vocab, hidden = weight.shape
+    key = PlanKey(weight.device, vocab, hidden, weight.dtype, out_dtype, bias is not None)
+    plan = _plans.get(key)
+    if plan is None:
+        with _plans_lock:
+            plan = _plans.setdefault(key, Plan(key))
+    return plan
+
+
+def clear() -> None:
+    """Forget every plan (tests)."""
+    _plans.clear()

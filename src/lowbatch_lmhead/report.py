@@ -1,0 +1,141 @@
+"""What ``warmup`` found and did, for people and for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import objects
+from .gate import Decision
+from .head import Head
+
+Step = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One head: ``decisions`` for 1, 2, ... rows and the first row count beyond, or one with 0 rows for all."""
+
+    name: str
+    vocab: int | None
+    hidden: int | None
+    decisions: tuple[Decision, ...]
+
+    def ranges(self) -> list[tuple[int, int, Decision]]:
+        """``(first, last, decision)`` for each run of row counts that the same launch serves."""
+        runs: list[tuple[int, int, Decision]] = []
+        for decision in self.decisions:
+            if runs and _same(runs[-1][2], decision):
+                runs[-1] = (runs[-1][0], decision.rows, runs[-1][2])
+            else:
+                runs.append((decision.rows, decision.rows, decision))
+        return runs
+
+    def lines(self) -> Iterator[str]:
+        size = f" {self.vocab}x{self.hidden}" if self.vocab else ""
+        yield f"{self.name}{size}"
+        for first, last, decision in self.ranges():
+            rows = "all rows" if last == 0 else f"{first} rows" if first == last else f"{first}-{last} rows"
+            if decision is self.decisions[-1] and not decision.taken and first == last and last > 1:
+                rows = f"{first}+ rows"
+            name = f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
+            yield f"  {rows:<12}{name}"
+            for reason in decision.reasons:
+                yield f"  {'':<12}{'not ' if decision.taken else 'because '}{reason}"
+
+
+def _same(a: Decision, b: Decision) -> bool:
+    return (a.backend, a.tactic, a.taken) == (b.backend, b.tactic, b.taken) and (a.taken or a.reasons == b.reasons)
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """Heads in the order in which they were found; seconds of wall time; kernels compiled, and loaded from disk."""
+
+    heads: tuple[HeadReport, ...]
+    seconds: float
+    compiled: int
+    loaded: int
+
+    def __str__(self) -> str:
+        lines = [line for head in self.heads for line in head.lines()]
+        lines.append(f"{self.seconds:.2f} s, {self.compiled} kernels compiled, {self.loaded} loaded")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {
+            "heads": [
+                {
+                    "name": head.name,
+                    "vocab": head.vocab,
+                    "hidden": head.hidden,
+                    "rows": [
+                        {
+                            "rows": decision.rows,
+                            "taken": decision.taken,
+                            "backend": decision.backend,
+                            "tactic": decision.tactic,
+                            "reasons": list(decision.reasons),
+                        }
+                        for decision in head.decisions
+                    ],
+                }
+                for head in self.heads
+            ],
+            "seconds": self.seconds,
+            "compiled": self.compiled,
+            "loaded": self.loaded,
+        }
+
+    @classmethod
+    def collect(
+        cls,
+        heads: list[tuple[str, Any, Head]],
+        warm: Callable[[Head, Step], list[Decision]],
+        progress: bool | None,
+    ) -> WarmupReport:
+        """Warm each head, a weight that was met before only in the report, and time it all."""
+        start, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
+        reports, done = [], {}
+        for name, _, read in heads:
+            weight = read.weight
+            same = id(weight) if weight is not None else id(read)
+            if same not in done:
+                with _bar(name, progress) as step:
+                    done[same] = warm(read, step)
+            vocab, hidden = weight.shape if weight is not None and weight.dim() == 2 else (None, None)
+            reports.append(HeadReport(name, vocab, hidden, tuple(done[same])))
+        return cls(
+            tuple(reports),
+            time.perf_counter() - start,
+            objects.counts.compiled - compiled,
+            objects.counts.loaded - loaded,
+        )
+
+
+class _bar:
+    """A progress bar for one head, or nothing."""
+
+    def __init__(self, name: str, progress: bool | None) -> None:
+        self._name = name
+        self._wanted = sys.stderr.isatty() if progress is None else progress
+        self._tqdm: Any = None
+
+    def __enter__(self) -> Step:
+        return self._step
+
+    def _step(self, done: int, of: int) -> None:
+        if self._wanted:
+            if self._tqdm is None:
+                from tqdm import tqdm
+
+                self._tqdm = tqdm(total=of, desc=f"warming up {self._name}", unit="row count", leave=False)
+            self._tqdm.update(done - self._tqdm.n)
+
+    def __exit__(self, *error: object) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()

@@ -1,0 +1,33 @@
+"""Preparing the plan of one head, row count by row count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import gate
+from .gate import Decision
+from .head import Head
+
+
+def warm_head(
+    head: Head, max_rows: int | None, out_dtype: torch.dtype | None, step: Callable[[int, int], None]
+) -> list[Decision]:
+    """Prepare ``head`` for 1 to ``max_rows`` rows; the decision for each, or one for all where the head is not taken.
+
+    ``step(done, of)`` is called as it goes on.
+    """
+    if head.weight is None or head.own is not None or head.reasons:
+        return [gate.refused(head.reasons, 0)]
+    # A stand-in for the input: the head's reasons alone matter here, and gradients are a property of the call.
+    with torch.no_grad():
+        probe = head.weight.new_empty((1, head.weight.shape[1]))
+        first, plan = gate.decide(head, probe, out_dtype or head.weight.dtype)
+        if plan is None:
+            return [gate.refused(first.reasons, 0)]
+        last = min(max_rows or plan.max_rows, plan.max_rows)
+        for rows in range(1, last + 1):
+            plan.prepare(rows, head.weight, head.bias)
+            step(rows, last)
+        return [gate.decide_rows(plan, rows) for rows in range(1, last + 2)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,7 @@ class Dispatcher:
     def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
         self.out_dtype = out_dtype
         self._read = _quick_reader(head)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._table: list[Callable[..., Any] | None] = []
+        self._table: list[Callable[..., Any] | Literal[False] | None] = []
         self._max_rows = -1  # no row count is looked up
         self._index = -2  # no device's
 
@@ -82,17 +79,22 @@ class Dispatcher:
                 ):
                     flat = x if len(shape) == 2 else x.reshape(-1, self._hidden)
                     rows = flat.shape[0]
-                    if rows <= self._max_rows:
-                        launch = self._table[rows]
-                        if launch is not None:
-                            if out is None:
-                                result = flat.new_empty((rows, self._vocab), dtype=self.out_dtype)
-                                launch(weight, flat, bias, result)
-                                return result if flat is x else result.view(*shape[:-1], self._vocab)
-                            if flat is x and not overlap(x, out):
-                                launch(weight, x, bias, out)
-                                return out
-                    elif out is None and self.out_dtype is None and x.dtype is weight.dtype:
+                    launch = self._table[rows] if rows <= self._max_rows else False
+                    if launch:
+                        if out is None:
+                            result = flat.new_empty((rows, self._vocab), dtype=self.out_dtype)
+                            launch(weight, flat, bias, result)
+                            return result if flat is x else result.view(*shape[:-1], self._vocab)
+                        if flat is x and not overlap(x, out):
+                            launch(weight, x, bias, out)
+                            return out
+                    elif (
+                        launch is False
+                        and out is None
+                        and self.out_dtype is None
+                        and x.dtype is weight.dtype
+                        and weight.get_device() == self._index
+                    ):
                         return F.linear(x, weight, bias)
         except (ValueError, TypeError, KeyError):
             pass
@@ -104,20 +106,19 @@ class Dispatcher:
         rows = gate.row_count(x)
         decision, plan = gate.decide(read, x, out_dtype)
         if plan is None:
-            self._forget()
             return _default(read, x, out, out_dtype, self.out_dtype)
         assert read.weight is not None
         self._remember(plan, read.weight)
-        if decision.taken and not decision.prepared:
-            if _capturing(x.device):
+        if rows <= plan.max_rows and plan.table[rows] is None:
+            if not _capturing(x.device):
+                plan.prepare(rows, read.weight, read.bias)
+            elif decision.taken:
                 warn_once(
                     f"a {plan.key.vocab}x{plan.key.hidden} head met {rows} rows inside a CUDA graph capture before it was "
                     "prepared; the graph holds the default GEMM. Call warmup(head) before capturing"
                 )
-                return _default(read, x, out, out_dtype, self.out_dtype)
-            plan.prepare(rows, read.weight, read.bias)
         launch = plan.table[rows] if rows <= plan.max_rows else None
-        if launch is not None:
+        if launch:
             try:
                 return _run(launch, read, x, out, out_dtype)
             except (ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class Plan:
         self.arch = devices.architecture(key.device)
         self.max_rows = devices.untuned_rows(self.arch)
         self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
-        # What serving looks up: the launch's function, or None for anything but a prepared kernel.
-        self.table: list[Callable[..., Any] | None] = [None] * (self.max_rows + 1)
+        # What serving looks up: the launch's function, False for the default GEMM, None while not prepared.
+        self.table: list[Callable[..., Any] | Literal[False] | None] = [None] * (self.max_rows + 1)
         self._lock = threading.RLock()
         self._tried: dict[tuple[str, str], Launch | str] = {}  # a launch, or why it was dropped
 
@@ -74,7 +74,7 @@ class Plan:
                 with _on_device(self.key.device):
                     entry = self._choose(rows, weight, bias)
                 self.entries[rows] = entry
-                self.table[rows] = entry.launch.call if entry.launch else None
+                self.table[rows] = entry.launch.call if entry.launch else False
             return entry
 
     def _choose(self, rows: int, weight: Tensor, bias: Tensor | None) -> Entry:

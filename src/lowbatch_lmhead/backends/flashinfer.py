@@ -15,6 +15,8 @@ from types import ModuleType
 
 from packaging.version import InvalidVersion, Version
 
+from ..log import warn_once
+
 # What this library was written against and tested with. The kernels' files came with 0.7.2 of FlashInfer and
 # cutlass.experimental, which they use, with 4.8 of the DSL.
 FLASHINFER = ("flashinfer-python", "0.7.2", "0.8")
@@ -49,10 +51,11 @@ def _unusable(requirement: tuple[str, str, str]) -> str | None:
 
 @functools.cache
 def unusable() -> str | None:
-    """None when compiled kernels can be used here, else which package is missing, too old or too new."""
+    """None when compiled kernels can be used here, else which package is missing, too old or too new (logged once)."""
     for requirement in (FLASHINFER, CUTE_DSL, TVM_FFI):
         reason = _unusable(requirement)
         if reason:
+            warn_once(f"the default GEMM serves: {reason}")
             return reason
     return None
 

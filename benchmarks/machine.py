@@ -1,0 +1,38 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+import lowbatch_lmhead
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, Any]:
+    """GPU, processor count and versions."""
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": gpu.name,
+        "multiprocessors": gpu.multi_processor_count,
+        "l2_bytes": gpu.L2_cache_size,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "flashinfer-python": _version("flashinfer-python"),
+        "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
+        "apache-tvm-ffi": _version("apache-tvm-ffi"),
+        "lowbatch-lmhead": lowbatch_lmhead.__version__,
+        "date": datetime.date.today().isoformat(),
+    }

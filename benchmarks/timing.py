@@ -1,0 +1,128 @@
+"""How the benchmarks measure.
+
+GPU time: CUDA graphs of many launches, replayed in turn (competitor and ours in every round, so that a drifting clock hits
+both), timed by CUDA events, median. Weights smaller than four L2 caches are rotated over copies, so they come from memory.
+Host time: many eager calls, the synchronisation outside the timed part, median of several rounds.
+Random data; float64 references on the same inputs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+GRAPH_US = 2500.0  # of work in one graph
+ROUNDS = 9
+
+
+def weight_copies(vocab: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Random weights of one shape, together larger than four L2 caches."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    size = vocab * hidden * dtype.itemsize
+    return [
+        torch.randn(vocab, hidden, device="cuda", dtype=dtype) * hidden**-0.5 for _ in range(max(1, -(-4 * l2 // size)))
+    ]
+
+
+def capture(call: Callable[[Tensor], object], weights: Sequence[Tensor], launches: int) -> torch.cuda.CUDAGraph:
+    for weight in weights[:1]:
+        call(weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            call(weights[index % len(weights)])
+    return graph
+
+
+def gpu_us(calls: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor], rounds: int = ROUNDS) -> list[float]:
+    """Median microseconds of one ``call(weight)``, for each of ``calls``, measured in turn."""
+    estimate = weights[0].numel() * weights[0].element_size() / 4e6  # microseconds at 4 TB/s
+    launches = max(len(weights), 4, round(GRAPH_US / estimate))
+    graphs = [capture(call, weights, launches) for call in calls]
+    times: list[list[float]] = [[] for _ in graphs]
+    for graph in graphs:
+        graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(rounds):
+        for index, graph in enumerate(graphs):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[index].append(start.elapsed_time(end) * 1e3 / launches)
+    return [statistics.median(values) for values in times]
+
+
+def host_us(call: Callable[[], object], calls: int = 500, rounds: int = 7) -> float:
+    """Median microseconds of host time of one ``call()``."""
+    for _ in range(100):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) * 1e6 / calls)
+        torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def read_us(weights: Sequence[Tensor]) -> float:
+    """The limit: a kernel that reads the weight and does nothing else, in its best configuration."""
+    import triton
+    import triton.language as tl
+
+    global _read
+    if _read is None:
+
+        @triton.jit
+        def _read(source, sink, count, BLOCK: tl.constexpr, LOOPS: tl.constexpr):
+            total = tl.zeros((BLOCK,), tl.int32)
+            base = tl.program_id(0).to(tl.int64) * BLOCK * LOOPS
+            for loop in range(LOOPS):
+                at = base + loop * BLOCK + tl.arange(0, BLOCK)
+                total ^= tl.load(source + at, mask=at < count, other=0, eviction_policy="evict_first")
+            # Never true for all lanes of random data; the loads cannot be removed.
+            if tl.sum(total ^ 0x5A5A5A5A) == 0x7FFFFFFF:
+                tl.store(sink, 1)
+
+    sink = torch.zeros(1, device="cuda", dtype=torch.int32)
+
+    def read(block: int, loops: int, warps: int) -> Callable[[Tensor], object]:
+        def call(weight: Tensor) -> None:
+            words = weight.view(-1).view(torch.int32)
+            _read[(triton.cdiv(words.numel(), block * loops),)](
+                words, sink, words.numel(), BLOCK=block, LOOPS=loops, num_warps=warps
+            )
+
+        return call
+
+    configurations = [(4096, 4, 8), (8192, 4, 8), (4096, 8, 4), (2048, 4, 4)]
+    return min(gpu_us([read(*configuration) for configuration in configurations], weights, rounds=5))
+
+
+_read = None
+
+
+def relative_error(logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[float, float]:
+    """``norm(y - ref) / norm(ref)`` against float64: over all logits, and the worst of the last 32 vocabulary rows."""
+    difference = reference = 0.0
+    x64 = x.double()
+    for start in range(0, weight.shape[0], 16384):
+        expected = x64 @ weight[start : start + 16384].double().t()
+        if bias is not None:
+            expected += bias[start : start + 16384].double()
+        got = logits[:, start : start + 16384].double()
+        difference += (got - expected).square().sum().item()
+        reference += expected.square().sum().item()
+    tail = x64 @ weight[-32:].double().t()
+    if bias is not None:
+        tail += bias[-32:].double()
+    last = ((logits[:, -32:].double() - tail).norm(dim=0) / tail.norm(dim=0)).max().item()
+    return (difference / reference) ** 0.5, last

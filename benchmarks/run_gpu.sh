@@ -10,7 +10,7 @@ python=${PYTHON:-python3}; export PYTHONPATH=$PWD/src:${PYTHONPATH:-}
 status=0
 if [ -n "${1:-}" ]; then chmod 700 "$1"; export LOWBATCH_LMHEAD_OBJECTS=$(realpath "$1"); fi
 step() { echo "== $*"; local begin=$SECONDS; "$@" || { status=1; echo "FAILED: $*"; }; echo "== $((SECONDS - begin)) s"; }
-[ -n "${NO_TESTS:-}" ] || step env -u LOWBATCH_LMHEAD_OBJECTS "$python" -m pytest -q -m gpu tests --junitxml "$out/tests.xml"
+[ -n "${NO_TESTS:-}" ] || step env -u LOWBATCH_LMHEAD_OBJECTS "$python" -m pytest -q -m gpu tests/gpu --junitxml "$out/tests.xml"
 step "$python" benchmarks/host.py --out "$out/host.json" ${LOWBATCH_LMHEAD_OBJECTS:+--objects "$LOWBATCH_LMHEAD_OBJECTS"}
 step "$python" benchmarks/core.py --out "$out/core.json"
 exit $status

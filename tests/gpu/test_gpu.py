@@ -256,7 +256,6 @@ def test_launches_refuse_what_does_not_fit_before_they_write():
     for index, (launch, arguments) in enumerate(wrong):
         with pytest.raises((ValueError, TypeError)):
             launch(*arguments)
-            pytest.fail(f"case {index} was accepted")
         assert (out == 7).all(), index
 
 

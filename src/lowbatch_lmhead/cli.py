@@ -4,51 +4,46 @@
     lowbatch-lmhead explain --vocab 128256 --hidden 4096 --rows 8
     lowbatch-lmhead compile --arch sm_90a --vocab 128256 --hidden 4096 --out kernels
 
-Every answer comes from the gate, the plan and the backends that serve; nothing is decided here.
+What serves is asked of the gate, the plan and the backends, as serving asks them; nothing is decided here.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import dataclasses
+import functools
+import json
 import os
 import platform
 import stat
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from . import backends, devices, objects
+from . import backends, devices, dispatch, elf, gate, objects
 from ._version import __version__
 from .backends import Backend, Problem, flashinfer
 from .backends.base import dtype_name
 from .backends.compiling import CompiledBackend
 from .gate import Decision
+from .head import Head
 from .plan import Plan, PlanKey
+from .report import HeadReport
 
 T = TypeVar("T")
-Line = dict[str, Any]
+Facts = dict[str, Any]
 
 PACKAGES = (flashinfer.FLASHINFER[0], flashinfer.CUTE_DSL[0], flashinfer.TVM_FFI[0])
 ENGINES = ("transformers", "vllm", "sglang")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MOST = 2**31 - 1  # of a size: tensors and kernels count vocabulary, hidden and rows in 32 bits
-# What doctor asks each backend about: a head that they all take, so that a refusal is about the machine.
+MOST = 2**31 - 1  # of a size: the kernels count the vocabulary, the hidden dimension and the rows in 32 bits
+# What doctor asks each backend about: a head that all of them take, so that a refusal is about the machine.
 USUAL = Problem(131072, 4096, 1, torch.bfloat16, torch.bfloat16, False, "sm_90a")
-
-# Heads of well-known models, (vocab, hidden) as in their config.json.
-MODELS = {
-    "deepseek-v3": (129280, 7168),
-    "gemma3-27b": (262208, 5376),
-    "gpt2": (50257, 768),
-    "llama3-70b": (128256, 8192),
-    "llama3-8b": (128256, 4096),
-    "qwen3-0.6b": (151936, 1024),
-    "qwen3-8b": (151936, 4096),
-}
 
 
 class Size(NamedTuple):
@@ -56,31 +51,143 @@ class Size(NamedTuple):
     hidden: int
 
 
+# The heads of well-known models, as their config.json gives them.
+MODELS = {
+    "deepseek-v3": Size(129280, 7168),
+    "gemma3-27b": Size(262208, 5376),
+    "gpt2": Size(50257, 768),
+    "llama3-8b": Size(128256, 4096),
+    "llama3-70b": Size(128256, 8192),
+    "qwen3-0.6b": Size(151936, 1024),
+    "qwen3-8b": Size(151936, 4096),
+}
+
+
+class UsageError(Exception):
+    """Arguments that cannot be served; the message names them and says what would be right."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 where it says no, and 2 (SystemExit) for wrong arguments."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.command(args)
+    except UsageError as error:
+        args.parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe went away, as head(1) does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lowbatch-lmhead", description="Fast LM-head projections for decoding.")
+    parser.add_argument("--version", action="version", version=f"lowbatch-lmhead {__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    doctor = commands.add_parser("doctor", help="what is installed here, which GPUs there are, which kernels run")
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(command=_doctor, parser=doctor)
+
+    explain = commands.add_parser("explain", help="what would serve a projection, and why; nothing is compiled")
+    _add_size(explain, required=True)
+    explain.add_argument("--rows", type=_size, required=True, metavar="M", help="rows of x, the batch of a decode step")
+    _add_types(explain)
+    explain.add_argument("--arch", choices=list(devices.ARCHITECTURES), help="instead of the GPU's that is here")
+    explain.set_defaults(command=_explain, parser=explain)
+
+    compile_ = commands.add_parser("compile", help="compile what warmup would prepare; needs no GPU")
+    compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
+    _add_size(compile_, required=False)
+    compile_.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"the head of a model instead of --vocab and --hidden: a config.json, a folder with one, or one of "
+        f"{', '.join(MODELS)}. Can be repeated. Engines may pad a vocabulary or split it over GPUs: then give --vocab",
+    )
+    compile_.add_argument(
+        "--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that are served untuned"
+    )
+    _add_types(compile_)
+    compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
+    compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
+    compile_.set_defaults(command=_compile, parser=compile_)
+    return parser
+
+
+def _add_size(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument("--vocab", type=_size, required=required, metavar="N", help="rows of the weight")
+    parser.add_argument("--hidden", type=_size, required=required, metavar="K", help="columns of the weight")
+
+
+def _add_types(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bias", action="store_true", help="the head has a bias")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of x and the weight (bfloat16)")
+    parser.add_argument("--out-dtype", choices=list(DTYPES), help="of the logits: as --dtype, or float32")
+
+
+def _size(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= MOST:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST}")
+
+
+class Types(NamedTuple):
+    """The data types of a head, and whether it has a bias."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+
+    def __str__(self) -> str:
+        bias = ", with a bias" if self.bias else ""
+        return f"{dtype_name(self.dtype)} to {dtype_name(self.out_dtype)}{bias}"
+
+
+def _types(args: argparse.Namespace) -> Types:
+    dtype, out_dtype = DTYPES[args.dtype], DTYPES[args.out_dtype or args.dtype]
+    try:
+        dispatch.check_out_dtype(out_dtype, dtype)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Types(dtype, out_dtype, args.bias)
+
+
 # --- a head on an architecture that need not be here -----------------------------------------------------------------
 
 
 class PaperPlan(Plan):
-    """The plan of a head on an architecture given by name. It answers what would serve; it cannot prepare."""
+    """The plan of a head on an architecture given by name: it tells what would serve, and cannot prepare it."""
 
-    def __init__(self, arch: str, size: Size, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool) -> None:
-        super().__init__(PlanKey(torch.device("meta"), *size, dtype, out_dtype, bias))
+    def __init__(self, arch: str, size: Size, types: Types) -> None:
+        super().__init__(PlanKey(torch.device("meta"), *size, types.dtype, types.out_dtype, types.bias))
         self.arch = arch
         self.max_rows = devices.untuned_rows(arch)
         self.entries = [None] * (self.max_rows + 1)
         self.table = [None] * (self.max_rows + 1)
 
 
-def _paper_plan(arch: str, size: Size, args: argparse.Namespace) -> PaperPlan:
-    return PaperPlan(arch, size, args.dtype, args.out_dtype, args.bias)
-
-
-def _describe(size: Size, args: argparse.Namespace) -> str:
-    bias = ", with a bias" if args.bias else ""
-    return f"{size.vocab}x{size.hidden} head, {dtype_name(args.dtype)} to {dtype_name(args.out_dtype)}{bias}"
-
-
-def _server(decision: Decision) -> str:
+def _name(decision: Decision) -> str:
     return f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
+
+
+def _ordered(architectures: Iterable[str]) -> list[str]:
+    order = list(devices.ARCHITECTURES)
+    return sorted(architectures, key=lambda arch: (order.index(arch) if arch in order else len(order), arch))
+
+
+def _error(error: Exception) -> str:
+    """One line for an exception; a compiler's can be pages."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else text[:300] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------
@@ -95,20 +202,24 @@ class Probes:
     def ask(self, what: str, question: Callable[[], T], otherwise: T) -> T:
         try:
             return question()
-        except Exception as error:  # a report must come out whatever is broken
+        except Exception as error:  # whatever is broken, a report must come out
             self.problems.append(f"{what}: {_error(error)}")
             return otherwise
 
 
-def _error(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def _doctor(args: argparse.Namespace) -> int:
+    report = _report()
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_report_lines(report)))
+    return 0
 
 
-def _report() -> Line:
+def _report() -> Facts:
     probes = Probes()
-    gpus: list[Line] = probes.ask("GPUs", _gpus, [])
+    no_facts: list[Facts] = []
+    gpus = probes.ask("GPUs", lambda: _gpus(probes), no_facts)
+    loading = _loading()
     return {
+        "machine": platform.machine(),
         "versions": _versions(probes),
         "cuda": {
             "torch": torch.version.cuda,
@@ -116,13 +227,17 @@ def _report() -> Line:
             "dsl": probes.ask("CuTe DSL runtime", objects.cuda_flavour, None),
         },
         "linker": probes.ask("linker", objects.linker, None),
-        "loading": _loading(),
+        "cannot_load": loading,
         "cache": probes.ask("cache folder", lambda: _folder(objects.cache_folder()), None),
-        "objects": probes.ask("LOWBATCH_LMHEAD_OBJECTS", lambda: [_folder(f) for f in objects.folders()[:-1]], []),
+        "objects": probes.ask("LOWBATCH_LMHEAD_OBJECTS", _given_folders, no_facts),
         "gpus": gpus,
-        "backends": [_backend(backend, gpus, probes) for backend in backends.kernels()],
+        "backends": [_backend(backend, gpus, loading, probes) for backend in backends.kernels()],
         "problems": probes.problems,
     }
+
+
+def _given_folders() -> list[Facts]:
+    return [_folder(folder) for folder in objects.folders()[:-1]]
 
 
 def _versions(probes: Probes) -> dict[str, str | None]:
@@ -132,72 +247,390 @@ def _versions(probes: Probes) -> dict[str, str | None]:
         "torch": str(torch.__version__),
     }
     for name in PACKAGES + ENGINES:
-        found[name] = probes.ask(name, lambda name=name: flashinfer.version(name), None)  # type: ignore[misc]
+        found[name] = probes.ask(f"version of {name}", functools.partial(flashinfer.version, name), None)
     return found
 
 
 def _loading() -> str | None:
-    """Why a compiled kernel could not be loaded in this process, or None."""
+    """Why compiled kernels cannot be loaded in this process, or None. It opens what loading one opens."""
     try:
-        importlib.import_module("tvm_ffi")
         objects.open_runtime()
     except Exception as error:
         return _error(error)
     return None
 
 
-def _folder(folder: Path) -> Line:
+def _folder(folder: Path) -> Facts:
     """What is in ``folder`` and whether it is used. It is not created."""
     exists = folder.is_dir()
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    # In a sticky folder such as /tmp, ours would be our own: what counts is what that folder lies in.
+    # A folder yet to be made in a sticky one such as /tmp will be our own: what counts is what that one lies in.
     sticky = nearest != folder and nearest.stat().st_mode & stat.S_ISVTX
     return {
         "folder": str(folder),
         "exists": exists,
-        "kernels": sum(1 for _ in folder.glob("*.so")) if exists else 0,
-        "distrust": objects.distrust(nearest.parent if sticky else nearest),
+        "kernels": len(list(folder.glob("*.so"))) if exists else 0,
+        "distrusted": objects.distrust(nearest.parent if sticky else nearest),
         "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
     }
 
 
-def _gpus() -> list[Line]:
+def _gpus(probes: Probes) -> list[Facts]:
     if not torch.cuda.is_available():
         return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        arch = devices.architecture(torch.device("cuda", index))
-        found.append(
-            {
-                "index": index,
-                "name": torch.cuda.get_device_name(index),
-                "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability(index)),
-                "architecture": arch,
-                "untuned_rows": devices.untuned_rows(arch) if arch else 0,
-            }
-        )
-    return found
+    indices = range(torch.cuda.device_count())
+    found = [probes.ask(f"GPU {index}", functools.partial(_gpu, index), None) for index in indices]
+    return [gpu for gpu in found if gpu is not None]
 
 
-def _backend(backend: Backend, gpus: list[Line], probes: Probes) -> Line:
-    here = {gpu["architecture"] for gpu in gpus}
-    usable = [arch for arch in _ordered(backend.architectures) if arch in here]
+def _gpu(index: int) -> Facts | None:
+    arch = devices.architecture(torch.device("cuda", index))
+    return {
+        "index": index,
+        "name": torch.cuda.get_device_name(index),
+        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability(index)),
+        "architecture": arch,
+        "untuned_rows": devices.untuned_rows(arch) if arch else 0,
+    }
+
+
+def _backend(backend: Backend, gpus: list[Facts], loading: str | None, probes: Probes) -> Facts:
+    architectures = _ordered(backend.architectures)
+    here = [arch for arch in architectures if arch in {gpu["architecture"] for gpu in gpus}]
     reasons = []
-    if not gpus:
-        reasons.append("there is no CUDA GPU")
-    elif not usable:
-        reasons.append("no GPU here has such an architecture")
-    problem = USUAL._replace_arch(usable) if False else _usual(usable or _ordered(backend.architectures))
-    refusal = probes.ask(backend.name, lambda: backend.supports(problem), "it cannot be asked")
+    if not here:
+        reasons.append("no GPU here has such an architecture" if gpus else "there is no CUDA GPU")
+    problem = dataclasses.replace(USUAL, arch=(here or architectures)[0])
+    silent: str | None = "it could not be asked (see below)"
+    refusal = probes.ask(backend.name, lambda: backend.supports(problem), silent)
     if refusal:
         reasons.append(refusal)
-    elif isinstance(backend, CompiledBackend) and (loading := _loading()):
-        reasons.append(f"compiled kernels cannot be loaded: {loading}")
+    if loading and isinstance(backend, CompiledBackend):
+        reasons.append("compiled kernels cannot be loaded")
     return {
         "name": backend.name,
-        "architectures": _ordered(backend.architectures),
+        "architectures": architectures,
         "runs_here": not reasons,
         "reasons": reasons,
     }
+
+
+def _report_lines(report: Facts) -> Iterator[str]:
+    cuda = report["cuda"]
+    yield from _section(
+        f"Versions ({report['machine']})",
+        [
+            (name, version or "not installed")
+            for name, version in report["versions"].items()
+            if version or name in PACKAGES
+        ],
+    )
+    yield from _section(
+        "CUDA",
+        [
+            ("driver", f"CUDA {cuda['driver']}" if cuda["driver"] else "none"),
+            ("torch", f"built for CUDA {cuda['torch']}" if cuda["torch"] else "built without CUDA"),
+            ("CuTe DSL", f"uses its CUDA {cuda['dsl']} libraries" if cuda["dsl"] else "no libraries for this driver"),
+        ],
+    )
+    given = [("LOWBATCH_LMHEAD_OBJECTS", _folder_line(folder, False)) for folder in report["objects"]]
+    yield from _section(
+        "Compiled kernels",
+        [
+            ("linker", report["linker"] or "none: compiling takes one of cc, gcc, clang or ld on the PATH"),
+            ("loading them", f"fails: {report['cannot_load']}" if report["cannot_load"] else "works"),
+            ("cache folder", _folder_line(report["cache"], True) if report["cache"] else "none (see below)"),
+            *(given or [("LOWBATCH_LMHEAD_OBJECTS", "not set")]),
+        ],
+    )
+    yield from _section("GPUs", [(f"{gpu['index']}", _gpu_line(gpu)) for gpu in report["gpus"]] or [("none", "")])
+    yield from _section(
+        "Backends",
+        [
+            line
+            for backend in report["backends"]
+            for line in [
+                (backend["name"], f"{'runs here' if backend['runs_here'] else 'does not run here'}"),
+                ("", f"on {', '.join(backend['architectures'])}"),
+                *(("", f"because {reason}") for reason in backend["reasons"]),
+            ]
+        ],
+    )
+    if report["problems"]:
+        yield "What could not be found out"
+        yield from (f"  {problem}" for problem in report["problems"])
+
+
+def _section(title: str, lines: list[tuple[str, str]]) -> Iterator[str]:
+    yield title
+    width = max(len(name) for name, _ in lines)
+    yield from (f"  {name:<{width}}  {value}".rstrip() for name, value in lines)
+    yield ""
+
+
+def _folder_line(folder: Facts, written: bool) -> str:
+    where, kernels = folder["folder"], f"{folder['kernels']} kernel{'' if folder['kernels'] == 1 else 's'}"
+    if folder["distrusted"] and (folder["exists"] or written):
+        return f"{where}: not used, {folder['distrusted']}"
+    if not written:
+        return f"{where}: {kernels}" if folder["exists"] else f"{where}: there is no such folder"
+    if folder["exists"]:
+        return f"{where}: {kernels}, {'writable' if folder['writable'] else 'not writable'}"
+    return f"{where}: not there yet, {'can be made' if folder['writable'] else 'and cannot be made'}"
+
+
+def _gpu_line(gpu: Facts) -> str:
+    found = f"{gpu['name']}, compute capability {gpu['compute_capability']}"
+    if gpu["architecture"] is None:
+        return f"{found}: no architecture that a kernel is made for"
+    return f"{found}: {gpu['architecture']}, served up to {gpu['untuned_rows']} rows without tuning"
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def _explain(args: argparse.Namespace) -> int:
+    size, types = Size(args.vocab, args.hidden), _types(args)
+    print(f"{size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}")
+    if args.arch:
+        _print_decision(args.arch, gate.decide_rows(PaperPlan(args.arch, size, types), args.rows))
+        return 0
+    device, where = _here()
+    decision = _decide_here(device, size, types, args.rows)
+    _print_decision(where, decision)
+    if devices.architecture(device) not in devices.ARCHITECTURES:
+        print("elsewhere")
+        for arch in devices.ARCHITECTURES:
+            decision = gate.decide_rows(PaperPlan(arch, size, types), args.rows)
+            because = f" because {'; '.join(decision.reasons)}" if not decision.taken else ""
+            print(f"  {arch:<9} {_name(decision)}{because}")
+    return 0
+
+
+def _here() -> tuple[torch.device, str]:
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "here, without a CUDA GPU"
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device, f"{torch.cuda.get_device_name(device)}, {devices.architecture(device) or 'unknown architecture'}"
+
+
+def _decide_here(device: torch.device, size: Size, types: Types, rows: int) -> Decision:
+    with torch.no_grad():
+        # One element that stands for all of x: the gate reads its shape, type and device.
+        x = torch.empty(1, 1, dtype=types.dtype, device=device).expand(rows, size.hidden)
+        reasons = gate.reasons_against(Head(None, None, None, ()), x)
+    arch = devices.architecture(device)
+    if reasons or arch is None:
+        return gate.refused(reasons, rows)
+    return gate.decide_rows(PaperPlan(arch, size, types), rows)
+
+
+def _print_decision(where: str, decision: Decision) -> None:
+    print(f"{where}: {_name(decision)}")
+    for reason in decision.reasons:
+        print(f"  {'not ' if decision.taken else 'because '}{reason}")
+
+
+# --- compile ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """One kernel to compile: the rows that it is the first choice for, and those that it could serve otherwise."""
+
+    backend: Backend
+    tactic: Any
+    problem: Problem
+    first: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
+
+    def rows(self) -> str:
+        return _ranges(self.first) if self.first else f"({_ranges(self.spare)})"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of a job."""
+
+    key: dict[str, Any]
+    library: bytes
+    arch: str
+    registers: int | None
+    seconds: float
+
+
+def _compile(args: argparse.Namespace) -> int:
+    types, sizes = _types(args), _sizes(args)
+    folder = _out_folder(args.out) if args.out else None
+    served, done, failures = [], [], 0
+    for name, size in sizes:
+        plan = PaperPlan(args.arch, size, types)
+        last = min(args.rows or plan.max_rows, plan.max_rows)
+        # One beyond the last, as in warmup's report: what the rows are served by from there on.
+        report = HeadReport(name, *size, tuple(gate.decide_rows(plan, rows) for rows in range(1, last + 2)))
+        jobs = _jobs(plan, last, args.all_backends)
+        print(f"{name + ', ' if name else ''}{size.vocab}x{size.hidden} head, {types}, on {args.arch}")
+        built = [_run(job, table, folder) for table in [_Table(jobs)] for job in jobs]
+        for line in _not_compiled(report, jobs):
+            print(line)
+        print()
+        served.append(any(decision.taken for decision in report.decisions[:last]))
+        done += [one for one in built if one is not None]
+        failures += built.count(None)
+    if folder is not None and done:
+        _print_use(folder, done)
+    if not all(served):
+        print(f"{served.count(False)} of {len(served)} heads are not served on {args.arch}", file=sys.stderr)
+    if failures:
+        print(f"{failures} of {failures + len(done)} kernels failed", file=sys.stderr)
+    return 0 if all(served) and not failures else 1
+
+
+def _sizes(args: argparse.Namespace) -> list[tuple[str, Size]]:
+    """The heads that are asked for, each with a name or ''."""
+    found = [(name, _model_size(name)) for name in args.model]
+    if (args.vocab is None) != (args.hidden is None):
+        raise UsageError("--vocab and --hidden go together: the weight has the shape (vocab, hidden)")
+    if args.vocab is not None:
+        found.append(("", Size(args.vocab, args.hidden)))
+    if not found:
+        raise UsageError("which head? Give --vocab and --hidden, or --model")
+    return found
+
+
+def _model_size(name: str) -> Size:
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config", config)  # models that also see or hear keep the language model's apart
+        return Size(_size(str(text["vocab_size"])), _size(str(text.get("hidden_size") or text["n_embd"])))
+    except FileNotFoundError:
+        raise UsageError(f"--model {name} is neither one of {', '.join(MODELS)} nor a config.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, argparse.ArgumentTypeError) as error:
+        raise UsageError(f"--model {name}: no vocab_size and hidden_size in {path} ({_error(error)})") from None
+
+
+def _jobs(plan: Plan, last: int, every: bool) -> list[Job]:
+    """The kernels for 1 to ``last`` rows, each once: the first choices, and with ``every`` what comes after them."""
+    jobs: dict[tuple[str, str], Job] = {}
+    for rows in range(1, last + 1):
+        problem = plan.problem(rows)
+        able = [backend for backend in backends.candidates(problem)[0] if isinstance(backend, CompiledBackend)]
+        for place, backend in enumerate(able if every else able[:1]):
+            for tactic in backend.tactics(problem)[:1]:
+                job = jobs.setdefault((backend.name, str(tactic)), Job(backend, tactic, problem))
+                (job.spare if place else job.first).append(rows)
+    return sorted(jobs.values(), key=lambda job: not job.first)
+
+
+def _build(job: Job) -> Built:
+    assert isinstance(job.backend, CompiledBackend)
+    start = time.perf_counter()
+    key, library = job.backend.build(job.problem, job.tactic)
+    seconds = time.perf_counter() - start
+    kernels = elf.kernels(library)
+    found = {kernel.arch for kernel in kernels}
+    if found != {job.problem.arch}:
+        raise RuntimeError(f"asked for {job.problem.arch}, the object holds code for {', '.join(found) or 'no GPU'}")
+    registers = max((kernel.registers for kernel in kernels if kernel.registers is not None), default=None)
+    return Built(key, library, job.problem.arch, registers, seconds)
+
+
+def _run(job: Job, table: _Table, folder: Path | None) -> Built | None:
+    """Compile, write and print one; None where that failed, so that the others still get their turn."""
+    try:
+        built = _build(job)
+        if folder is not None:
+            objects.write(folder, built.key, built.library)
+    except Exception as error:  # whatever the compiler and the packages around it raise
+        table.failed(job, error)
+        return None
+    table.built(job, built)
+    return built
+
+
+class _Table:
+    """Printed line by line as the kernels come; the columns that are known beforehand set their widths."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._rows = max([len("rows"), *(len(job.rows()) for job in jobs)])
+        self._backend = max([len("backend"), *(len(job.backend.name) for job in jobs)])
+        self._tactic = max([len("tactic"), *(len(str(job.tactic)) for job in jobs)])
+        if jobs:
+            numbers = f"{'arch':<8}  {'registers':>9}  {'shared memory':>13}  {'size':>8}  {'seconds':>7}"
+            self._print("rows", "backend", "tactic", numbers)
+
+    def _print(self, rows: str, backend: str, tactic: str, rest: str) -> None:
+        print(f"  {rows:<{self._rows}}  {backend:<{self._backend}}  {tactic:<{self._tactic}}  {rest}", flush=True)
+
+    def built(self, job: Job, built: Built) -> None:
+        registers = "unknown" if built.registers is None else f"{built.registers}"
+        smem = job.backend.smem_bytes(job.tactic)
+        memory = "unknown" if smem is None else f"{smem / 1024:.1f} KB"
+        size = f"{len(built.library) / 1024:.1f} KB"
+        numbers = f"{built.arch:<8}  {registers:>9}  {memory:>13}  {size:>8}  {built.seconds:>7.2f}"
+        self._print(job.rows(), job.backend.name, str(job.tactic), numbers)
+
+    def failed(self, job: Job, error: Exception) -> None:
+        self._print(job.rows(), job.backend.name, str(job.tactic), f"FAILED: {_error(error)}")
+
+
+def _not_compiled(report: HeadReport, jobs: list[Job]) -> Iterator[str]:
+    """The rows that none of ``jobs`` is the first choice for, and why; and what brackets mean."""
+    compiled = {row for job in jobs for row in job.first}
+    for first, last, decision in report.ranges():
+        if decision.taken and first not in compiled:
+            yield f"  {_ranges(range(first, last + 1))} rows: {_name(decision)}, which compiles nothing beforehand"
+        elif not decision.taken:
+            beyond = last == report.decisions[-1].rows
+            yield f"  {f'{first}+' if beyond else _ranges(range(first, last + 1))} rows: {_name(decision)}"
+            yield from (f"    because {reason}" for reason in decision.reasons)
+    if any(not job.first for job in jobs):
+        yield "  (rows) in brackets: it serves them if what comes before it fails"
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """``[1, 2, 3, 5]`` -> ``"1-3, 5"``."""
+    starts = [row for row in rows if row - 1 not in rows]
+    ends = [row for row in rows if row + 1 not in rows]
+    return ", ".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends))
+
+
+def _out_folder(folder: Path) -> Path:
+    """``folder``, made where it is missing, for its owner alone: code in it is run."""
+    if os.pathsep in str(folder.absolute()):
+        raise UsageError(
+            f"--out {folder}: LOWBATCH_LMHEAD_OBJECTS cannot name a folder with {os.pathsep!r} in its path"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be made: {error.strerror or error}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {folder} cannot be written by this user")
+    return folder.absolute()
+
+
+def _print_use(folder: Path, done: list[Built]) -> None:
+    key = done[0].key
+    versions = ", ".join(f"{name} {key[name]}" for name in ("lowbatch-lmhead", *PACKAGES) if name in key)
+    print(
+        f"{len(done)} kernel{'' if len(done) == 1 else 's'} written. On the serving machine, where the folder is then:"
+    )
+    print(f"  export LOWBATCH_LMHEAD_OBJECTS={folder}")
+    print(f"It takes the same there: {versions}, their CUDA {key['cuda']}")
+    print(
+        f"libraries and {platform.machine()} (lowbatch-lmhead doctor shows them), and a folder that others cannot write."
+    )
+    reason = objects.distrust(folder)
+    if reason:
+        print(f"warning: as it is, nothing is loaded from it: {reason}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

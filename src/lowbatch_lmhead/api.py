@@ -40,7 +40,7 @@ def project(head: HeadLike, x: Tensor, *, out: Tensor | None = None, out_dtype: 
     """
     if _is_compiling():
         return _traced(head, x, out, out_dtype)
-    return dispatch.dispatcher(head, out_dtype)(head, x, out)
+    return dispatch.dispatcher(head, out_dtype).run(head, x, out)
 
 
 def _traced(head: HeadLike, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -52,7 +52,7 @@ def _traced(head: HeadLike, x: Tensor, out: Tensor | None, out_dtype: torch.dtyp
 class Projection:
     """A head bound for repeated calls; what ``bind`` returns."""
 
-    __slots__ = ("_dispatch", "_head", "_out_dtype")
+    __slots__ = ("_head", "_out_dtype", "_run")
 
     def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
         read = read_head(head)
@@ -60,13 +60,13 @@ class Projection:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
         self._head = head
         self._out_dtype = out_dtype
-        self._dispatch = dispatch.Dispatcher(head, out_dtype)
+        self._run = dispatch.Dispatcher(head, out_dtype).run
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``project(head, x, out=out)``: the logits (..., vocab) of ``x`` (..., hidden)."""
         if _is_compiling():
             return _traced(self._head, x, out, self._out_dtype)
-        return self._dispatch(self._head, x, out)
+        return self._run(self._head, x, out)
 
     def explain(self, x: Tensor) -> Decision:
         """``explain(head, x)`` for the bound head."""

@@ -163,15 +163,9 @@ def _types(args: argparse.Namespace) -> Types:
 # --- a head on an architecture that need not be here -----------------------------------------------------------------
 
 
-class PaperPlan(Plan):
-    """The plan of a head on an architecture given by name: it tells what would serve, and cannot prepare it."""
-
-    def __init__(self, arch: str, size: Size, types: Types) -> None:
-        super().__init__(PlanKey(torch.device("meta"), *size, types.dtype, types.out_dtype, types.bias))
-        self.arch = arch
-        self.max_rows = devices.untuned_rows(arch)
-        self.entries = [None] * (self.max_rows + 1)
-        self.table = [None] * (self.max_rows + 1)
+def _paper_plan(arch: str, size: Size, types: Types) -> Plan:
+    """The plan of a head on an architecture given by name: it tells what would serve, and prepares nothing."""
+    return Plan(PlanKey(torch.device("meta"), *size, types.dtype, types.out_dtype, types.bias), arch)
 
 
 def _name(decision: Decision) -> str:
@@ -223,12 +217,12 @@ def _report() -> Facts:
         "versions": _versions(probes),
         "cuda": {
             "torch": torch.version.cuda,
-            "driver": probes.ask("driver", objects._driver_major, None),
+            "driver": probes.ask("driver", _driver, None),
             "dsl": probes.ask("CuTe DSL runtime", objects.cuda_flavour, None),
         },
         "linker": probes.ask("linker", objects.linker, None),
         "cannot_load": loading,
-        "cache": probes.ask("cache folder", lambda: _folder(objects.cache_folder()), None),
+        "cache": probes.ask("cache folder", _cache, None),
         "objects": probes.ask("LOWBATCH_LMHEAD_OBJECTS", _given_folders, no_facts),
         "gpus": gpus,
         "backends": [_backend(backend, gpus, loading, probes) for backend in backends.kernels()],
@@ -237,7 +231,17 @@ def _report() -> Facts:
 
 
 def _given_folders() -> list[Facts]:
-    return [_folder(folder) for folder in objects.folders()[:-1]]
+    return [_folder(folder) for folder in objects.folders() if folder != objects.cache_folder()]
+
+
+def _cache() -> Facts | None:
+    folder = objects.cache_folder()
+    return _folder(folder) if folder else None
+
+
+def _driver() -> str | None:
+    version = objects.driver_version()
+    return "{}.{}".format(*version) if version else None
 
 
 def _versions(probes: Probes) -> dict[str, str | None]:
@@ -341,7 +345,10 @@ def _report_lines(report: Facts) -> Iterator[str]:
         [
             ("linker", report["linker"] or "none: compiling takes one of cc, gcc, clang or ld on the PATH"),
             ("loading them", f"fails: {report['cannot_load']}" if report["cannot_load"] else "works"),
-            ("cache folder", _folder_line(report["cache"], True) if report["cache"] else "none (see below)"),
+            (
+                "cache folder",
+                _folder_line(report["cache"], True) if report["cache"] else "none: there is no home folder",
+            ),
             *(given or [("LOWBATCH_LMHEAD_OBJECTS", "not set")]),
         ],
     )
@@ -395,7 +402,7 @@ def _explain(args: argparse.Namespace) -> int:
     size, types = Size(args.vocab, args.hidden), _types(args)
     print(f"{size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}")
     if args.arch:
-        _print_decision(args.arch, gate.decide_rows(PaperPlan(args.arch, size, types), args.rows))
+        _print_decision(args.arch, gate.decide_rows(_paper_plan(args.arch, size, types), args.rows))
         return 0
     device, where = _here()
     decision = _decide_here(device, size, types, args.rows)
@@ -403,7 +410,7 @@ def _explain(args: argparse.Namespace) -> int:
     if devices.architecture(device) not in devices.ARCHITECTURES:
         print("elsewhere")
         for arch in devices.ARCHITECTURES:
-            decision = gate.decide_rows(PaperPlan(arch, size, types), args.rows)
+            decision = gate.decide_rows(_paper_plan(arch, size, types), args.rows)
             because = f" because {'; '.join(decision.reasons)}" if not decision.taken else ""
             print(f"  {arch:<9} {_name(decision)}{because}")
     return 0
@@ -424,7 +431,7 @@ def _decide_here(device: torch.device, size: Size, types: Types, rows: int) -> D
     arch = devices.architecture(device)
     if reasons or arch is None:
         return gate.refused(reasons, rows)
-    return gate.decide_rows(PaperPlan(arch, size, types), rows)
+    return gate.decide_rows(_paper_plan(arch, size, types), rows)
 
 
 def _print_decision(where: str, decision: Decision) -> None:
@@ -466,15 +473,15 @@ def _compile(args: argparse.Namespace) -> int:
     folder = _out_folder(args.out) if args.out else None
     served, done, failures = [], [], 0
     for name, size in sizes:
-        plan = PaperPlan(args.arch, size, types)
+        plan = _paper_plan(args.arch, size, types)
         last = min(args.rows or plan.max_rows, plan.max_rows)
-        decisions = [_decide_rows(plan, rows) for rows in range(1, last + 1)]
+        decisions = [gate.decide_rows(plan, rows) for rows in range(1, last + 1)]
         served.append(any(decisions))
         jobs = _jobs(plan, last, args.all_backends)
         print(f"{name + ', ' if name else ''}{size.vocab}x{size.hidden} head, {types}, on {args.arch}")
         built = [_run(job, table, folder) for table in [_Table(jobs)] for job in jobs]
         if served[-1] and last == plan.max_rows:
-            decisions.append(_decide_rows(plan, last + 1))
+            decisions.append(gate.decide_rows(plan, last + 1))
         for line in _not_compiled(HeadReport(name, *size, tuple(decisions)), jobs, plan.max_rows):
             print(line)
         print()
@@ -579,13 +586,6 @@ class _Table:
 
     def failed(self, job: Job, error: Exception) -> None:
         self._print(job.rows(), job.backend.name, str(job.tactic), f"FAILED: {_error(error)}")
-
-
-def _decide_rows(plan: Plan, rows: int) -> Decision:
-    """The gate's decision, without the row count in its reasons: row counts that are alike print as one range."""
-    decision = gate.decide_rows(plan, rows)
-    reasons = tuple(reason.replace(f"{rows} rows; ", "") for reason in decision.reasons)
-    return dataclasses.replace(decision, reasons=reasons)
 
 
 def _not_compiled(report: HeadReport, jobs: list[Job], most: int) -> Iterator[str]:

@@ -19,21 +19,22 @@ from torch import Tensor, nn
 from . import gate
 from .backends import default_gemm
 from .backends.base import dtype_name
-from .head import Head, HeadLike, forwards_untouched, is_plain, read_head, reader_of
+from .head import GLOBAL_HOOKS, Head, HeadLike, is_plain, read_head, reader_of
 from .log import warn_once
 from .plan import Plan
 
 _functorch_level = gate.functorch_level
 _dispatch_modes = gate.dispatch_modes
-_autocast = torch.is_autocast_enabled
+_autocast = torch._C._is_any_autocast_enabled
 _grad = torch.is_grad_enabled
+_current_device = torch.cuda.current_device
+_global_hooks, _global_pre_hooks = GLOBAL_HOOKS
 
 
 class Dispatcher:
     """One head's quick way. It keeps neither the head nor its tensors alive: they come with every call."""
 
     __slots__ = (
-        "_autocast_type",
         "_guard",
         "_hidden",
         "_index",
@@ -49,56 +50,71 @@ class Dispatcher:
         self.out_dtype = out_dtype
         self._read = _quick_reader(head)
         self._table: list[Callable[..., Any] | Literal[False] | None] = []
-        self._max_rows = -1  # no row count is looked up
-        self._index = -2  # no device's
+        self._max_rows = -1
+        self._index = -2  # no device's: nothing is quick yet
 
     def _remember(self, plan: Plan, weight: Tensor) -> None:
         self._table, self._max_rows = plan.table, plan.max_rows
         self._vocab, self._hidden = plan.key.vocab, plan.key.hidden
         self._index = weight.get_device()
-        self._autocast_type = weight.device.type
         self._weight = type(weight)
         # A launch runs on the current device's context.
-        self._guard = self._autocast_type == "cuda" and torch.cuda.device_count() > 1
+        self._guard = weight.is_cuda and torch.cuda.device_count() > 1
 
-    def __call__(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
-        try:
-            read = self._read(head)
-            if read is not None and type(x) is Tensor and x.get_device() == self._index:
-                weight, bias = read
-                shape = x.shape
-                if (
-                    type(weight) is self._weight
-                    and len(shape) > 0
-                    and shape[-1] == self._hidden
-                    and not _autocast(self._autocast_type)
-                    and _functorch_level() is None
-                    and not _dispatch_modes()
-                    and not (_grad() and _requires_grad(x, weight, bias))
-                    and not (self._guard and torch.cuda.current_device() != self._index)
-                ):
-                    flat = x if len(shape) == 2 else x.reshape(-1, self._hidden)
-                    rows = flat.shape[0]
-                    launch = self._table[rows] if rows <= self._max_rows else False
-                    if launch:
-                        if out is None:
-                            result = flat.new_empty((rows, self._vocab), dtype=self.out_dtype)
-                            launch(weight, flat, bias, result)
-                            return result if flat is x else result.view(*shape[:-1], self._vocab)
-                        if flat is x and not overlap(x, out):
+    def run(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
+        """The logits of ``x``. Each condition is one that a launch cannot see, and costs on every token."""
+        if (
+            type(x) is Tensor
+            and x.get_device() == self._index
+            and _functorch_level() is None
+            and not _dispatch_modes()
+            and not _autocast()
+        ):
+            try:
+                read = self._read(head)
+                if read is not None:
+                    weight, bias = read
+                    if type(weight) is self._weight and not (_grad() and _requires_grad(x, weight, bias)):
+                        shape = x.shape
+                        launch = self._table[shape[0]] if len(shape) == 2 and shape[0] <= self._max_rows else False
+                        if launch and not (self._guard and _current_device() != self._index):
+                            if out is None:
+                                out = self._empty(x, shape[0])
+                            elif _may_overlap(x, out):
+                                return self._thorough(head, x, out)
                             launch(weight, x, bias, out)
                             return out
-                    elif (
-                        launch is False
-                        and out is None
-                        and self.out_dtype is None
-                        and x.dtype is weight.dtype
-                        and weight.get_device() == self._index
-                    ):
-                        return F.linear(x, weight, bias)
-        except (ValueError, TypeError, KeyError):
-            pass
+                        if out is None and len(shape) and shape[-1] == self._hidden:
+                            logits = self._other(weight, bias, x)
+                            if logits is not None:
+                                return logits
+            except (ValueError, TypeError, KeyError):
+                pass
         return self._thorough(head, x, out)
+
+    def _other(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor | None:
+        """Other than two dimensions, or rows for which the default GEMM was chosen; None for what is neither."""
+        flat = x if x.dim() == 2 else x.reshape(-1, self._hidden)
+        rows = flat.shape[0]
+        launch = self._table[rows] if rows <= self._max_rows else False
+        if launch and not (self._guard and _current_device() != self._index):
+            out = self._empty(flat, rows)
+            launch(weight, flat, bias, out)
+            return out.view(*x.shape[:-1], self._vocab)
+        if (
+            launch is False
+            and self.out_dtype is None
+            and x.dtype is weight.dtype
+            and weight.get_device() == self._index
+            and weight.shape == (self._vocab, self._hidden)
+        ):
+            return F.linear(x, weight, bias)
+        return None
+
+    def _empty(self, x: Tensor, rows: int) -> Tensor:
+        if self.out_dtype is None:
+            return x.new_empty((rows, self._vocab))
+        return x.new_empty((rows, self._vocab), dtype=self.out_dtype)
 
     def _thorough(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
         read = read_head(head)
@@ -159,7 +175,14 @@ def _read_embedding(head: nn.Embedding) -> tuple[Tensor, None]:
 
 
 def _read_linear(head: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
-    if not forwards_untouched(head):
+    # Nothing may have been hung on the module or replaced in it since it was read.
+    if (
+        head._forward_hooks
+        or head._forward_pre_hooks
+        or _global_hooks
+        or _global_pre_hooks
+        or "forward" in head.__dict__
+    ):
         return None
     parameters = head._parameters
     return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
@@ -187,6 +210,14 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 def _have_addresses(*tensors: Tensor) -> bool:
     return all(is_plain(tensor) and tensor.device.type != "meta" for tensor in tensors)
+
+
+def _may_overlap(x: Tensor, out: Tensor) -> bool:
+    """``overlap``, at once where ``x`` is contiguous and ``out`` lies wholly beside it."""
+    distance = out.data_ptr() - x.data_ptr()
+    if distance > 0 and x.is_contiguous():
+        return distance < x.nbytes
+    return overlap(x, out)
 
 
 def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -120,7 +120,7 @@ def decide(head: Head, x: Tensor, out_dtype: torch.dtype) -> tuple[Decision, Pla
 def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
     if rows > plan.max_rows:
-        reason = f"{rows} rows; {plan.arch} is served up to {plan.max_rows} without tuning"
+        reason = f"{plan.arch} is served up to {plan.max_rows} rows without tuning"
         return refused([reason], rows)
     entry = plan.entries[rows]
     if entry is None:

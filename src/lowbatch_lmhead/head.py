@@ -107,24 +107,13 @@ def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
         reasons.append(f"{kind.__name__} has a forward of its own")
     if "forward" in vars(module):
         reasons.append("its forward was replaced on the instance")
-    if any(getattr(module, hooks) for hooks in _HOOKS) or any(_GLOBAL_HOOKS):
+    if any(getattr(module, hooks) for hooks in _HOOKS) or any(GLOBAL_HOOKS):
         reasons.append("it has hooks")
     return reasons
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-
-
-def forwards_untouched(module: nn.Module) -> bool:
-    """A quick look on every call: nothing was hung on ``module`` or replaced in it since it was read."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in module.__dict__
-        or _GLOBAL_HOOKS[0]
-        or _GLOBAL_HOOKS[1]
-    )
+GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 
 def _parametrized(module: nn.Module) -> list[str]:

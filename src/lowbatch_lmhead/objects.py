@@ -46,19 +46,21 @@ class Counts:
 counts = Counts()
 
 
-def cache_folder() -> Path:
-    """Where this process keeps what it compiles. It may not exist yet."""
+def cache_folder() -> Path | None:
+    """Where this process keeps what it compiles; it may not exist yet. None for a user without a home folder."""
     chosen = os.environ.get("LOWBATCH_LMHEAD_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "lowbatch-lmhead"
+    try:
+        return Path(chosen).expanduser() if chosen else Path(base).expanduser() / "lowbatch-lmhead"
+    except RuntimeError:  # pathlib's, where there is no home folder to find
+        return None
 
 
 def folders() -> list[Path]:
     """Where objects are looked for, first to last."""
-    given = os.environ.get("LOWBATCH_LMHEAD_OBJECTS", "")
-    return [Path(part).expanduser() for part in given.split(os.pathsep) if part] + [cache_folder()]
+    given = [Path(part) for part in os.environ.get("LOWBATCH_LMHEAD_OBJECTS", "").split(os.pathsep) if part]
+    cache = cache_folder()
+    return given + ([cache] if cache else [])
 
 
 def distrust(folder: Path) -> str | None:
@@ -79,6 +81,13 @@ def distrust(folder: Path) -> str | None:
     return None
 
 
+def _missing(folder: Path) -> bool:
+    try:
+        return not folder.exists()
+    except OSError:  # it is there, in a folder that may not be searched
+        return False
+
+
 def stem(key: Key) -> str:
     """The file name, without its ending, for ``key``: readable first, then a digest of all of it."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -89,7 +98,7 @@ def stem(key: Key) -> str:
 def find(key: Key) -> Path | None:
     """The shared library for ``key`` from the first folder that has a whole one of it."""
     for folder in folders():
-        if not folder.is_dir():
+        if _missing(folder):
             continue
         reason = distrust(folder)
         if reason:
@@ -123,6 +132,9 @@ def _read(folder: Path, key: Key) -> Path | None:
 def keep(key: Key, data: bytes) -> Path | None:
     """Write a compiled kernel to the cache folder; None, with one warning, where that cannot be done or trusted."""
     folder = cache_folder()
+    if folder is None:
+        warn_once("compiled kernels are not kept: there is no home folder; set LOWBATCH_LMHEAD_CACHE to a folder")
+        return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = distrust(folder)
@@ -164,12 +176,12 @@ def linker() -> str | None:
     return None
 
 
-def _driver_major() -> int | None:
-    """The CUDA major version that the driver supports, or None without a driver."""
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the driver supports, or None without a driver."""
     try:
         version = ctypes.c_int(0)
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
-            return version.value // 1000
+            return version.value // 1000, version.value % 1000 // 10
     except (OSError, AttributeError):
         pass
     return None
@@ -194,8 +206,8 @@ def cuda_flavour() -> int | None:
 
     This is the DSL's own rule (without a driver: the newest), so that what is loaded is what it would compile.
     """
-    driver = _driver_major()
-    return max((major for major in _runtimes() if driver is None or major <= driver), default=None)
+    driver = driver_version()
+    return max((major for major in _runtimes() if driver is None or major <= driver[0]), default=None)
 
 
 @functools.cache
@@ -206,7 +218,7 @@ def open_runtime() -> None:
     flavour = cuda_flavour()
     if flavour is None:
         raise OSError(
-            f"no libcute_dsl_runtime.so for this driver (CUDA {_driver_major()}): "
+            f"no libcute_dsl_runtime.so for this driver (CUDA {driver_version()}): "
             f"nvidia-cutlass-dsl has {sorted(_runtimes()) or 'none'}"
         )
     ctypes.CDLL(str(_runtimes()[flavour]), mode=ctypes.RTLD_GLOBAL)

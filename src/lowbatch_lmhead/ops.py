@@ -17,7 +17,7 @@ from .head import Head
 @torch.library.custom_op("lowbatch_lmhead::project", mutates_args=())
 def project_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     head = weight if bias is None else (weight, bias)
-    return dispatch.dispatcher(head, out_dtype)(head, x, None)
+    return dispatch.dispatcher(head, out_dtype).run(head, x, None)
 
 
 @project_op.register_fake
@@ -45,7 +45,7 @@ project_op.register_autograd(_backward, setup_context=_save)
 @torch.library.custom_op("lowbatch_lmhead::project_out", mutates_args=("out",))
 def project_out_op(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, out_dtype: torch.dtype | None) -> None:
     head = weight if bias is None else (weight, bias)
-    dispatch.dispatcher(head, out_dtype)(head, x, out)
+    dispatch.dispatcher(head, out_dtype).run(head, x, out)
 
 
 @project_out_op.register_fake

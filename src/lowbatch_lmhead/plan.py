@@ -39,9 +39,9 @@ class Entry:
 class Plan:
     """Row count -> launch, filled as row counts are prepared."""
 
-    def __init__(self, key: PlanKey) -> None:
+    def __init__(self, key: PlanKey, arch: str | None = None) -> None:
         self.key = key
-        self.arch = devices.architecture(key.device)
+        self.arch = arch or devices.architecture(key.device)
         self.max_rows = devices.untuned_rows(self.arch)
         self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
         # What serving looks up: the launch's function, False for the default GEMM, None while not prepared.

@@ -68,7 +68,7 @@ class ClusterSplitK(CompiledBackend):
         if problem.has_bias:
             return "the head has a bias; only the warp split-K kernel adds one here"
         if problem.rows > MAX_ROWS:
-            return f"{problem.rows} rows; it takes up to {MAX_ROWS}"
+            return f"it takes up to {MAX_ROWS} rows"
         if problem.hidden % K_TILE:
             return f"hidden {problem.hidden} is not a multiple of {K_TILE}"
         return flashinfer.unusable()

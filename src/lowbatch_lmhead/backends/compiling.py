@@ -6,6 +6,7 @@ kept (objects.py) and a process that finds its objects imports nothing.
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import torch
 
 from .. import elf, objects
 from .._version import __version__
+from ..log import logger
 from . import flashinfer
 from .base import Launch, Problem, dtype_name
 
@@ -48,6 +50,7 @@ def object_key(backend: str, problem: Problem, tactic: Any) -> dict[str, Any]:
         flashinfer.FLASHINFER[0]: flashinfer.version(flashinfer.FLASHINFER[0]) or "",
         flashinfer.CUTE_DSL[0]: flashinfer.version(flashinfer.CUTE_DSL[0]) or "",
         "cuda": objects.cuda_flavour() or 0,
+        "machine": platform.machine(),
     }
 
 
@@ -71,8 +74,15 @@ class CompiledBackend(ABC):
         """The launch of ``tactic``: from disk, or compiled now (and kept where there is a place to keep it)."""
         found = objects.find(object_key(self.name, problem, tactic))
         if found is not None:
-            objects.counts.loaded += 1
-            return Launch(_load(found), self.name, str(tactic))
+            try:
+                launch = Launch(_load(found), self.name, str(tactic))
+            except (
+                Exception
+            ) as error:  # whatever the loader raises for a library that is whole but not for this machine
+                logger.warning("%s is compiled again: it cannot be loaded (%s)", found, error)
+            else:
+                objects.counts.loaded += 1
+                return launch
         key, library = self.build(problem, tactic)
         objects.counts.compiled += 1
         with tempfile.TemporaryDirectory(prefix="lowbatch-lmhead-") as scratch:

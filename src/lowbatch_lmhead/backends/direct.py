@@ -51,7 +51,7 @@ class Direct(CompiledBackend):
         if problem.has_bias:
             return "the head has a bias; it adds none"
         if problem.rows > MAX_ROWS:
-            return f"{problem.rows} rows; it rereads the weight for more than {MAX_ROWS}"
+            return f"it takes up to {MAX_ROWS} rows, and would reread the weight for more"
         block = _block(problem.hidden)
         if block is None:
             return f"hidden {problem.hidden} is not a multiple of 256"

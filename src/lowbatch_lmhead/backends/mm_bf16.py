@@ -22,7 +22,7 @@ class MmBf16:
         if problem.dtype is not torch.bfloat16 or problem.out_dtype is not torch.bfloat16:
             return f"{dtype_name(problem.dtype)} to {dtype_name(problem.out_dtype)}; it takes and writes bfloat16"
         if problem.rows > MAX_ROWS:
-            return f"{problem.rows} rows; it takes up to {MAX_ROWS}"
+            return f"it takes up to {MAX_ROWS} rows"
         if problem.hidden % 128 or problem.vocab % 16:
             return f"{problem.vocab}x{problem.hidden}; it takes vocab % 16 == 0 and hidden % 128 == 0"
         if problem.vocab * problem.hidden >= 2**31:

@@ -105,7 +105,7 @@ class WarpSplitK(CompiledBackend):
         if problem.out_dtype not in (torch.bfloat16, torch.float32):
             return f"the output is {dtype_name(problem.out_dtype)}; it writes bfloat16 or float32"
         if problem.rows > MAX_ROWS:
-            return f"{problem.rows} rows; it takes up to {MAX_ROWS}"
+            return f"it takes up to {MAX_ROWS} rows"
         if problem.hidden % 128:
             return f"hidden {problem.hidden} is not a multiple of 128"
         if not (_tiles_fit(problem.hidden, 128) or _tiles_fit(problem.hidden, 256)):

@@ -6,9 +6,7 @@
 #   make clean    remove the environment and every cache
 #
 # PYTHON is the interpreter to start from, VENV where the environment goes. TORCH is what pip installs as PyTorch: with an
-# NVIDIA driver the newest; without one a fixed version, so that everyone tests the same. From an index whose default
-# build of it is a CUDA build, a smaller one for the CPU can be named:
-#   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# NVIDIA driver the newest; without one a fixed version, so that everyone tests the same.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -72,7 +72,7 @@ def default_tactic(problem: Problem) -> Tactic:
     hidden, arch = problem.hidden, devices.ARCHITECTURES[problem.arch]
     output_tile = 32 if problem.vocab >= 32 else 16
     token_tile = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
-    fits_128, fits_256 = _tiles_fit(hidden, 128), _tiles_fit(hidden, 256)
+    fits_128, fits_256 = tiles_fit(hidden, 128), tiles_fit(hidden, 256)
     if problem.arch in ("sm_100a", "sm_103a"):
         k_tile, residents = 256 if fits_256 and hidden > 512 else 128, 2
     else:
@@ -90,7 +90,7 @@ def default_tactic(problem: Problem) -> Tactic:
     return Tactic(output_tile, token_tile, k_tile, stages, 2)
 
 
-def _tiles_fit(hidden: int, k_tile: int) -> bool:
+def tiles_fit(hidden: int, k_tile: int) -> bool:
     # A 256-wide tile that fits exactly twice is one that FlashInfer excludes (it generates an invalid instruction).
     return hidden % k_tile == 0 and hidden // k_tile <= MAX_K_TILES and (k_tile, hidden // k_tile) != (256, 2)
 
@@ -108,7 +108,7 @@ class WarpSplitK(CompiledBackend):
             return f"it takes up to {MAX_ROWS} rows"
         if problem.hidden % 128:
             return f"hidden {problem.hidden} is not a multiple of 128"
-        if not (_tiles_fit(problem.hidden, 128) or _tiles_fit(problem.hidden, 256)):
+        if not (tiles_fit(problem.hidden, 128) or tiles_fit(problem.hidden, 256)):
             return (
                 f"hidden {problem.hidden} is more than {MAX_K_TILES} tiles of 256 (or, not a multiple of 256, of 128)"
             )

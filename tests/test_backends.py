@@ -1,0 +1,298 @@
+"""What each backend takes, its tactics beside FlashInfer's own rules, and what importing costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import ROOT, python
+
+from lowbatch_lmhead import backends, devices
+from lowbatch_lmhead.backends import Problem, cluster_splitk, direct, flashinfer, warp_splitk
+
+HEADS = json.loads((ROOT / "benchmarks" / "heads.json").read_text())
+WARP, CLUSTER, DIRECT, MM = backends.kernels()[:4]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BLACKWELL = ("sm_100a", "sm_103a")
+USUAL = Problem(1024, 512, 2, BF16, BF16, False, "sm_90a")
+
+
+def problem(**changes):
+    return dataclasses.replace(USUAL, **changes)
+
+
+def test_names_and_architectures():
+    assert [backend.name for backend in backends.kernels()] == [
+        "flashinfer warp split-K",
+        "flashinfer cluster split-K",
+        "flashinfer direct",
+        "flashinfer mm_bf16",
+    ]
+    assert WARP.architectures == DIRECT.architectures == set(devices.ARCHITECTURES)
+    assert CLUSTER.architectures == MM.architectures == set(BLACKWELL)
+
+
+def usual_changes():
+    """A change of USUAL, and what each backend says of it: None for yes, or part of the reason."""
+    rows = "it takes up to {}"
+    yield {}, None, None, None, None
+    yield {"out_dtype": FP32}, None, None, "to float32; it takes and writes bfloat16", "to float32; it takes and"
+    yield {"has_bias": True}, None, "the head has a bias", "the head has a bias", None
+    yield {"dtype": FP16, "out_dtype": FP16}, "x is float16", "x is float16", "float16 to float16", "float16 to float16"
+    yield {"dtype": FP32, "out_dtype": FP32}, "x is float32", "x is float32", "float32 to float32", "float32 to float32"
+    yield {"out_dtype": FP16}, "the output is float16", "the output is float16", "to float16", "bfloat16 to float16"
+    yield {"rows": 1}, None, None, None, None
+    yield {"rows": 4}, None, None, "3", None
+    yield {"rows": 32}, None, None, "3", None
+    yield {"rows": 33}, rows.format(32), rows.format(32), "3", rows.format(32)
+    yield {"vocab": 16}, None, None, None, None
+    yield {"vocab": 15}, "vocab 15 is less than one tile of 16", None, None, "15x512; it takes vocab % 16 == 0"
+    yield {"vocab": 1}, "vocab 1 is less than one tile of 16", None, None, "1x512; it takes vocab % 16 == 0"
+    yield {"vocab": 1001}, None, None, None, "1001x512; it takes vocab % 16 == 0"
+    for hidden in (576, 1600, 2880):
+        no = f"hidden {hidden} is not a multiple of"
+        yield {"hidden": hidden}, f"{no} 128", f"{no} 128", f"{no} 256", "hidden % 128 == 0"
+    yield {"hidden": 128}, None, None, "hidden 128 is not a multiple of 256", None
+    yield {"hidden": 640}, None, None, "hidden 640 is not a multiple of 256", None
+    yield {"hidden": 16384}, None, None, None, None
+    yield {"hidden": 8320}, "hidden 8320 is more than 64 tiles", None, "hidden 8320 is not a multiple of 256", None
+    yield {"hidden": 16640}, "hidden 16640 is more than 64 tiles", None, None, None
+    huge = f"vocab * hidden is {256000 * 12288}; its 32-bit offsets end at 2**31"
+    yield {"vocab": 256000, "hidden": 12288}, None, None, huge, huge
+    yield {"vocab": 262144, "hidden": 8192}, None, None, "is 2147483648", "is 2147483648"
+    yield {"vocab": 262128, "hidden": 8192}, None, None, None, None
+
+
+@pytest.mark.parametrize(
+    ("change", "warp", "cluster", "direct", "mm"),
+    list(usual_changes()),
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_supports(change, warp, cluster, direct, mm):
+    for arch in BLACKWELL:
+        given = problem(**change, arch=arch)
+        for backend, expected in ((WARP, warp), (CLUSTER, cluster), (DIRECT, direct), (MM, mm)):
+            reason = backend.supports(given)
+            assert (reason is None) == (expected is None), f"{backend.name}: {reason}"
+            assert expected is None or expected in reason
+
+
+def test_candidates_are_those_of_the_architecture():
+    names = {arch: [b.name for b in backends.candidates(problem(arch=arch))[0]] for arch in devices.ARCHITECTURES}
+    assert names["sm_90a"] == names["sm_120a"] == [WARP.name, DIRECT.name]
+    assert names["sm_100a"] == names["sm_103a"] == [WARP.name, CLUSTER.name, DIRECT.name, MM.name]
+    assert backends.candidates(problem(arch="sm_80")) == ([], [])
+    able, reasons = backends.candidates(problem(vocab=8, rows=9, hidden=576))
+    assert able == []
+    assert [reason.split(": ")[0] for reason in reasons] == [WARP.name, DIRECT.name]
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_heads_of_known_models(rows):
+    """On SM90, 40 of the 44 have a kernel for every row count; the others' hidden size is no multiple of 128."""
+    assert len(HEADS) == 44
+    refused = set()
+    for head in HEADS:
+        given = problem(vocab=head["vocab_size"], hidden=head["hidden_size"], rows=rows)
+        able, reasons = backends.candidates(given)
+        if not able:
+            refused.add(head["model"])
+            assert f"{WARP.name}: hidden {head['hidden_size']} is not a multiple of 128" in reasons
+    assert refused == {"gpt2-xl", "smollm2-135m", "smollm2-360m", "gpt-oss-20b"}
+
+
+class TestParts:
+    @pytest.mark.parametrize("tile", [16, 32])
+    def test_cover_every_row(self, tile):
+        for vocab in range(tile, 2001):
+            size, start = warp_splitk.parts(vocab, tile)
+            assert size % tile == 0
+            covered = set(range(size))
+            if start:
+                assert start + size <= vocab
+                covered |= set(range(start, start + size))
+                assert 2 * size - vocab < 2 * tile
+            assert covered == set(range(vocab)), (vocab, size, start)
+
+    def test_one_part_where_the_tile_fits(self):
+        assert warp_splitk.parts(128256, 32) == (128256, 0)
+        assert warp_splitk.parts(50257, 32) == (25152, 25105)
+
+    def test_no_head_is_larger_than_its_parts(self):
+        """Also with the tile that the default tactic takes for this vocabulary."""
+        for vocab in range(16, 2001):
+            tactic = warp_splitk.default_tactic(problem(vocab=vocab))
+            size, start = warp_splitk.parts(vocab, tactic.output_tile)
+            assert start >= 0
+            assert max(size, start + size) == vocab
+
+
+@pytest.fixture(scope="module")
+def warp():
+    return flashinfer.kernel_module("dense_bf16_gemm_warp_splitk")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    return flashinfer.kernel_module("dense_bf16_gemm_sm100_splitk")
+
+
+@pytest.fixture(scope="module")
+def direct_kernel():
+    return flashinfer.kernel_module("dense_bf16_gemm_direct")
+
+
+def shapes():
+    for head in HEADS:
+        yield head["vocab_size"], head["hidden_size"]
+    yield from itertools.product([16, 17, 31, 32, 33, 48, 1000], [128, 256, 384, 512, 640, 1024, 7168, 8192, 16384])
+
+
+def problems(backend, rows):
+    for (vocab, hidden), arch in itertools.product(shapes(), sorted(backend.architectures)):
+        for count in rows:
+            given = problem(vocab=vocab, hidden=hidden, arch=arch, rows=count)
+            if backend.supports(given) is None:
+                yield given
+
+
+class TestWarpTactics:
+    def test_shared_memory_is_flashinfers(self, warp):
+        compared = 0
+        for fields in itertools.product((16, 32), (8, 16, 32), (128, 256), range(1, 17), (1, 2)):
+            expected = warp._smem_bytes(warp.WarpSplitKTactic(*fields))
+            assert warp_splitk.smem_bytes(warp_splitk.Tactic(*fields)) == expected, fields
+            compared += 1
+        assert compared == 384
+
+    @pytest.mark.parametrize("fields", [(32, 8, 128, 6, 2), (16, 16, 256, 3, 1), (32, 32, 128, 2, 2)])
+    def test_shared_memory_is_the_kernels(self, fields, warp):
+        kernel = warp.CpAsyncWarpSplitKKernel(warp.WarpSplitKTactic(*fields), False, False)
+        tactic = warp_splitk.Tactic(*fields)
+        assert WARP.smem_bytes(tactic) == warp_splitk.smem_bytes(tactic) == kernel.smem_bytes
+
+    def test_defaults_are_valid_and_fit(self, warp):
+        seen = set()
+        for given in problems(WARP, (1, 8, 9, 16, 17, 32)):
+            (tactic,) = WARP.tactics(given)
+            size, _ = warp_splitk.parts(given.vocab, tactic.output_tile)
+            warp.validate_tactic(warp.WarpSplitKTactic(*dataclasses.astuple(tactic)), given.rows, size, given.hidden)
+            assert tactic.token_tile >= given.rows
+            limit = devices.ARCHITECTURES[given.arch]
+            assert WARP.smem_bytes(tactic) <= limit.smem_per_block
+            assert WARP.smem_bytes(tactic) + warp_splitk.RESERVED_SMEM <= limit.smem_per_sm
+            seen.add((given.arch, tactic))
+        assert {arch for arch, _ in seen} == set(devices.ARCHITECTURES)
+        assert len(seen) > 40
+
+    def test_few_tactics_for_all_row_counts(self):
+        for given in problems(WARP, (1,)):
+            for first, last in ((1, 8), (9, 16), (17, 32)):
+                tactics = {str(WARP.tactics(dataclasses.replace(given, rows=r))[0]) for r in range(first, last + 1)}
+                assert len(tactics) == 1
+
+    def test_name_says_all_fields(self):
+        assert str(warp_splitk.Tactic(32, 8, 128, 6, 2)) == "32x8x128, 6 stages, 2 loaders"
+        names = {
+            str(warp_splitk.Tactic(*fields)) for fields in itertools.product((16, 32), (8, 16), (128,), (2, 3), (1, 2))
+        }
+        assert len(names) == 16
+
+
+class TestClusterTactics:
+    def test_shared_memory_is_enough(self, cluster):
+        for fields in itertools.product((64, 128), (8, 16, 32), (1, 2, 4), range(1, 19)):
+            expected = cluster._smem_bytes(cluster.SplitKTactic(*fields), fields[-1])
+            ours = cluster_splitk.smem_bytes(cluster_splitk.Tactic(*fields))
+            assert expected <= ours <= expected + 512, fields
+
+    def test_defaults_are_valid_and_fit(self, cluster):
+        count = 0
+        for given in problems(CLUSTER, (1, 8, 9, 16, 17, 32)):
+            (tactic,) = CLUSTER.tactics(given)
+            capacity = devices.ARCHITECTURES[given.arch].smem_per_block
+            cluster.validate_tactic(
+                cluster.SplitKTactic(*dataclasses.astuple(tactic)),
+                given.rows,
+                given.vocab,
+                given.hidden,
+                smem_capacity=capacity,
+            )
+            assert tactic.mma_n >= given.rows
+            assert CLUSTER.smem_bytes(tactic) <= capacity
+            count += 1
+        assert count > 500
+
+
+class TestDirectTactics:
+    def test_defaults_are_flashinfers(self, direct_kernel):
+        count = 0
+        for given in problems(DIRECT, (1, 2, 3)):
+            (tactic,) = DIRECT.tactics(given)
+            expected = direct_kernel.default_tactic(given.rows, given.vocab, given.hidden)
+            assert dataclasses.astuple(tactic) == dataclasses.astuple(expected)
+            assert DIRECT.smem_bytes(tactic) <= 48 * 1024
+            count += 1
+        assert count > 500
+
+    def test_names_differ_by_row_count(self):
+        assert len({str(DIRECT.tactics(problem(rows=rows))[0]) for rows in (1, 2, 3)}) == 3
+        assert str(direct.Tactic(64, 2, 3)) == "64 threads, 2 outputs, 3 rows"
+
+
+def test_mm_bf16_has_one_tactic():
+    assert MM.tactics(problem(arch="sm_100a")) == ["its own choice"]
+    assert MM.smem_bytes("its own choice") is None
+
+
+LOADED = "\nimport sys\nprint(sorted({name.split('.')[0] for name in sys.modules} & set(sys.argv[1:])))"
+
+
+def test_import_takes_torch_and_nothing_else():
+    heavy = ["flashinfer", "cutlass", "tvm_ffi", "transformers", "triton", "tensorflow", "vllm", "sglang"]
+    code = "import lowbatch_lmhead, torch; lowbatch_lmhead.warmup(torch.nn.Linear(8, 8))" + LOADED
+    assert python(code, *heavy).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "name", ["dense_bf16_gemm_warp_splitk", "dense_bf16_gemm_sm100_splitk", "dense_bf16_gemm_direct"]
+)
+def test_kernel_file_loads_without_importing_flashinfer(name):
+    code = (
+        f"""
+from lowbatch_lmhead.backends import flashinfer
+module = flashinfer.kernel_module({name!r})
+assert module is flashinfer.kernel_module({name!r})
+assert module.__file__.endswith({name!r} + ".py")
+"""
+        + LOADED
+    )
+    assert python(code, "flashinfer", "cutlass").strip() == "['cutlass']"
+
+
+def test_kernel_file_that_is_not_there(tmp_path):
+    with pytest.raises(ImportError, match=r"this FlashInfer has no .*dense_bf16_gemm_other\.py"):
+        flashinfer.kernel_module("dense_bf16_gemm_other")
+
+
+def test_kernel_file_that_does_not_run_leaves_nothing_behind(tmp_path, monkeypatch):
+    import sys
+
+    folder = tmp_path / "flashinfer" / "gemm" / "kernels"
+    folder.mkdir(parents=True)
+    (tmp_path / "flashinfer" / "__init__.py").write_text("raise RuntimeError('broken install')")
+    (folder / "broken.py").write_text("raise ImportError('no cutlass.experimental')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ImportError, match=r"no cutlass\.experimental"):
+            flashinfer.kernel_module("broken")
+    assert not [name for name in sys.modules if name.endswith("broken")]
+
+
+def test_flashinfer_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="flashinfer is not importable"):
+        flashinfer.kernel_module("dense_bf16_gemm_other")

@@ -42,7 +42,7 @@ def cases_of_large_heads():
     yield pytest.param(WARP, {"vocab": 256003, "hidden": 12288, "out_dtype": FP32}, id="in two parts")
 
 
-@pytest.mark.parametrize(("backend", "arch", "change"), cases())
+@pytest.mark.parametrize(("backend", "arch", "change"), list(cases()))
 def test_object_is_for_the_architecture(backend, arch, change):
     key, library = build(backend, arch, **change)
     assert elf.architectures(library) == {arch}
@@ -56,7 +56,7 @@ def test_object_is_for_the_architecture(backend, arch, change):
     assert (key["arch"], key["backend"], key["vocab"]) == (arch, backend.name, change.get("vocab", 1000))
 
 
-@pytest.mark.parametrize(("backend", "change"), cases_of_large_heads())
+@pytest.mark.parametrize(("backend", "change"), list(cases_of_large_heads()))
 def test_large_heads(backend, change):
     _, library = build(backend, "sm_90a", **change)
     assert elf.architectures(library) == {"sm_90a"}
@@ -117,13 +117,13 @@ for arguments in ((weight, x, None, out), (weight, x, None), (weight, x, None, "
     else:
         raise AssertionError("nothing was raised")
 assert (out == 7).all()
-print({name.split(".")[0] for name in sys.modules} & {"cutlass", "flashinfer", "nvidia_cutlass_dsl"})
+print({name.split(".")[0] for name in sys.modules} & {"cutlass", "flashinfer"})
 """
     device, count, type_, loaded = python(code, path).splitlines()
     assert device.startswith("ValueError Mismatched Tensor on argument #0")
     assert "expected device_type=cuda" in device
     assert count.startswith("TypeError")
-    assert type_.startswith("TypeError")
+    assert type_.startswith(("TypeError", "ValueError"))
     assert loaded == "set()"
 
 

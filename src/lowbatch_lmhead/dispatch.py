@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import gate
 from .backends import default_gemm
 from .backends.base import dtype_name
-from .head import GLOBAL_HOOKS, Head, HeadLike, is_plain, read_head, reader_of
+from .head import GLOBAL_HOOKS, Head, HeadLike, is_plain, read_head, reader_of, sizes_of
 from .log import warn_once
 from .plan import Plan
 
@@ -35,37 +35,48 @@ class Dispatcher:
     """One head's quick way. It keeps neither the head nor its tensors alive: they come with every call."""
 
     __slots__ = (
+        "_bias_bytes",
         "_guard",
         "_hidden",
         "_index",
+        "_kind",
         "_max_rows",
         "_read",
         "_table",
         "_vocab",
         "_weight",
+        "_weight_bytes",
         "out_dtype",
     )
 
     def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
         self.out_dtype = out_dtype
         self._read = _quick_reader(head)
+        self._kind = type(head)
         self._table: list[Callable[..., Any] | Literal[False] | None] = []
         self._max_rows = -1
         self._index = -2  # no device's: nothing is quick yet
 
-    def _remember(self, plan: Plan, weight: Tensor) -> None:
-        self._table, self._max_rows = plan.table, plan.max_rows
-        self._vocab, self._hidden = plan.key.vocab, plan.key.hidden
-        self._index = weight.get_device()
-        self._weight = type(weight)
+    def _remember(self, head: HeadLike, plan: Plan, weight: Tensor) -> None:
+        """Let the next call go the quick way. Other threads may be on it: what opens it is set last."""
+        key = plan.key
+        self._index = -2
+        if self._read is _read_never or self._kind is not type(head):
+            self._read, self._kind = _quick_reader(head), type(head)
+        self._vocab, self._hidden = key.vocab, key.hidden
+        self._weight, self._weight_bytes = type(weight), weight.nbytes
+        self._bias_bytes = key.vocab * weight.itemsize
         # A launch runs on the current device's context.
         self._guard = weight.is_cuda and torch.cuda.device_count() > 1
+        self._table, self._max_rows = plan.table, plan.max_rows
+        self._index = weight.get_device()
 
     def run(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
         """The logits of ``x``. Each condition is one that a launch cannot see, and costs on every token."""
         if (
             type(x) is Tensor
             and x.get_device() == self._index
+            and type(head) is self._kind
             and _functorch_level() is None
             and not _dispatch_modes()
             and not _autocast()
@@ -74,23 +85,39 @@ class Dispatcher:
                 read = self._read(head)
                 if read is not None:
                     weight, bias = read
-                    if type(weight) is self._weight and not (_grad() and _requires_grad(x, weight, bias)):
+                    if type(weight) is self._weight and not (_grad() and _requires_grad(x, weight, bias, out)):
                         shape = x.shape
                         launch = self._table[shape[0]] if len(shape) == 2 and shape[0] <= self._max_rows else False
                         if launch and not (self._guard and _current_device() != self._index):
                             if out is None:
-                                out = self._empty(x, shape[0])
-                            elif _may_overlap(x, out):
-                                return self._thorough(head, x, out)
-                            launch(weight, x, bias, out)
-                            return out
-                        if out is None and len(shape) and shape[-1] == self._hidden:
-                            logits = self._other(weight, bias, x)
-                            if logits is not None:
+                                logits = self._empty(x, shape[0])
+                                launch(weight, x, bias, logits)
                                 return logits
+                            if type(out) is Tensor and out.is_contiguous() and x.is_contiguous():
+                                # Nothing that is read may lie where the logits go.
+                                start = out.data_ptr()
+                                end, x_start, weight_start = start + out.nbytes, x.data_ptr(), weight.data_ptr()
+                                if (
+                                    (end <= x_start or x_start + x.nbytes <= start)
+                                    and (end <= weight_start or weight_start + self._weight_bytes <= start)
+                                    and (bias is None or self._beside_bias(bias, start, end))
+                                ):
+                                    launch(weight, x, bias, out)
+                                    return out
+                        elif out is None and len(shape) and shape[-1] == self._hidden:
+                            other = self._other(weight, bias, x)
+                            if other is not None:
+                                return other
             except (ValueError, TypeError, KeyError):
                 pass
+            except RuntimeError:
+                if x.layout is torch.strided:
+                    raise
         return self._thorough(head, x, out)
+
+    def _beside_bias(self, bias: Tensor, start: int, end: int) -> bool:
+        bias_start = bias.data_ptr()
+        return end <= bias_start or bias_start + self._bias_bytes <= start
 
     def _other(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor | None:
         """Other than two dimensions, or rows for which the default GEMM was chosen; None for what is neither."""
@@ -101,15 +128,19 @@ class Dispatcher:
             out = self._empty(flat, rows)
             launch(weight, flat, bias, out)
             return out.view(*x.shape[:-1], self._vocab)
-        if (
-            launch is False
-            and self.out_dtype is None
-            and x.dtype is weight.dtype
-            and weight.get_device() == self._index
-            and weight.shape == (self._vocab, self._hidden)
-        ):
+        if launch is False and self.out_dtype is None and self._alike(x, weight, bias):
             return F.linear(x, weight, bias)
         return None
+
+    def _alike(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether F.linear takes these three."""
+        dtype, device = x.dtype, x.device
+        return (
+            weight.dtype is dtype
+            and weight.device == device
+            and weight.shape == (self._vocab, self._hidden)
+            and (bias is None or (bias.dtype is dtype and bias.device == device and bias.shape == (self._vocab,)))
+        )
 
     def _empty(self, x: Tensor, rows: int) -> Tensor:
         if self.out_dtype is None:
@@ -124,7 +155,7 @@ class Dispatcher:
         if plan is None:
             return _default(read, x, out, out_dtype, self.out_dtype)
         assert read.weight is not None
-        self._remember(plan, read.weight)
+        self._remember(head, plan, read.weight)
         if rows <= plan.max_rows and plan.table[rows] is None:
             if not _capturing(x.device):
                 plan.prepare(rows, read.weight, read.bias)
@@ -142,8 +173,8 @@ class Dispatcher:
         return _default(read, x, out, out_dtype, self.out_dtype)
 
 
-def _requires_grad(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _quick_reader(head: HeadLike) -> Callable[[Any], tuple[Tensor, Tensor | None] | None]:
@@ -208,16 +239,19 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return distance < _span(a) and -distance < _span(b) and a.device == b.device and a.numel() > 0 and b.numel() > 0
 
 
+def _shares_memory_with_itself(out: Tensor) -> bool:
+    """Whether two elements of ``out`` may lie at one place: a dimension that steps over less than the smaller ones span."""
+    span = 1
+    for stride, size in sorted(zip(out.stride(), out.shape)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += (size - 1) * stride
+    return False
+
+
 def _have_addresses(*tensors: Tensor) -> bool:
     return all(is_plain(tensor) and tensor.device.type != "meta" for tensor in tensors)
-
-
-def _may_overlap(x: Tensor, out: Tensor) -> bool:
-    """``overlap``, at once where ``x`` is contiguous and ``out`` lies wholly beside it."""
-    distance = out.data_ptr() - x.data_ptr()
-    if distance > 0 and x.is_contiguous():
-        return distance < x.nbytes
-    return overlap(x, out)
 
 
 def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -226,12 +260,14 @@ def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.
         raise ValueError(f"x must be a tensor of shape (..., hidden), got {type(x).__name__}")
     weight = head.weight
     if x.dim() == 0:
-        hidden = weight.shape[-1] if weight is not None else "hidden"
-        raise ValueError(f"x must have the shape (..., {hidden}), got a tensor without dimensions")
+        raise ValueError(f"x must have the shape {_input_shape(weight)}, got a tensor without dimensions")
     if not x.is_floating_point():
         raise ValueError(f"x must hold floating-point values, got {dtype_name(x.dtype)}")
-    autocast = torch.is_autocast_enabled(x.device.type) if x.device.type in ("cuda", "cpu") else False
-    own_dtype = torch.get_autocast_dtype(x.device.type) if autocast else (x if weight is None else weight).dtype
+    autocast = autocast_is_on(x.device)
+    # A head that computes by itself gives what it gives, in x's dtype as a rule.
+    own_dtype = x.dtype if head.own is not None or weight is None else weight.dtype
+    if autocast:
+        own_dtype = torch.get_autocast_dtype(x.device.type)
     if head.own is None:
         assert weight is not None
         if weight.dim() == 2 and x.shape[-1] != weight.shape[1]:
@@ -258,6 +294,16 @@ def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.
     return dtype
 
 
+def _input_shape(weight: Tensor | None) -> str:
+    sizes = sizes_of(weight)
+    return f"(..., {sizes[1]})" if sizes else "(..., hidden)"
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether autocast is on for ``device``; PyTorch refuses the question for devices that have none."""
+    return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
+
+
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
     if out_dtype not in (None, own_dtype, torch.float32):
         got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
@@ -267,7 +313,7 @@ def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> No
 def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     if not isinstance(out, Tensor):
         raise ValueError(f"out must be a tensor, got {type(out).__name__}")
-    if out.dtype != dtype:
+    if out.dtype != dtype and head.own is None:
         hint = "; pass out_dtype=torch.float32 for float32 logits" if out.dtype is torch.float32 else ""
         raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
     if out.device != x.device:
@@ -277,12 +323,12 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape:
             raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, head.bias, out)):
+    if torch.is_grad_enabled() and _requires_grad(x, weight, head.bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
     for name, tensor in (("x", x), ("the head's weight", weight), ("the head's bias", head.bias)):
         if tensor is not None and _have_addresses(tensor, out) and overlap(tensor, out):
             raise ValueError(f"out overlaps {name} in memory (out at {out.data_ptr():#x}); give it memory of its own")
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+    if _shares_memory_with_itself(out):
         raise ValueError(f"out has elements that share memory: shape {tuple(out.shape)}, strides {out.stride()}")
 
 
@@ -314,12 +360,15 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
             raise ValueError(f"the head returned a {type(result).__name__} instead of its logits")
         if out_dtype is not None:
             result = result.to(out_dtype)
-        if out is not None and out.shape != result.shape:
-            raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(result.shape)}")
+        if out is not None and (out.shape != result.shape or out.dtype != result.dtype):
+            raise ValueError(
+                f"out is {dtype_name(out.dtype)} of shape {tuple(out.shape)}; the head's logits are "
+                f"{dtype_name(result.dtype)} of shape {tuple(result.shape)}"
+            )
     else:
         assert head.weight is not None
         weight, bias = head.weight, head.bias
-        plain = is_plain(weight) and not torch.is_autocast_enabled(x.device.type)
+        plain = is_plain(weight) and x.layout is torch.strided and not autocast_is_on(x.device)
         if out is not None and plain and dtype == weight.dtype and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
             if bias is None:
                 return torch.mm(x, weight.t(), out=out)
@@ -339,14 +388,19 @@ _dispatchers: dict[tuple[int, torch.dtype | None], tuple[Callable[[], Any], Disp
 def dispatcher(head: HeadLike, out_dtype: torch.dtype | None) -> Dispatcher:
     """The dispatcher that calls with this head share; it goes when the head goes."""
     key = (id(head), out_dtype)
-    known = _dispatchers.get(key)
+    try:
+        known = _dispatchers.get(key)
+    except TypeError:  # not hashable, so no dtype
+        raise ValueError(f"out_dtype must be None or a torch.dtype, got {out_dtype!r}") from None
     if known is not None and known[0]() is head:
         return known[1]
-    made = Dispatcher(head, out_dtype)
+    read_head(head)
     if isinstance(head, tuple):
         # A tuple is made anew for every call as likely as not, and cannot be referred to weakly: its weight can.
         return _for_weight(head, out_dtype)
-    _dispatchers[key] = (weakref.ref(head, lambda _: _dispatchers.pop(key, None)), made)
+    made = Dispatcher(head, out_dtype)
+    with contextlib.suppress(TypeError):  # a type with __slots__ and no __weakref__ is met anew on every call
+        _dispatchers[key] = (weakref.ref(head, lambda _: _dispatchers.pop(key, None)), made)
     return made
 
 

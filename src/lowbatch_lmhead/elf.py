@@ -76,7 +76,7 @@ def kernels(data: bytes) -> list[Kernel]:
                 Kernel(name, arch.group(1).decode() if arch else "unknown", registers.get(name))
                 for name in (n.removeprefix(".text.") for n in sections if n.startswith(".text."))
             ]
-    except (struct.error, IndexError, ValueError):
+    except (struct.error, IndexError, ValueError, OverflowError):
         return []
     return found
 

@@ -62,6 +62,8 @@ def reasons_against(head: Head, x: Tensor) -> list[str]:
     reasons = list(head.reasons)
     if not is_plain(x):
         reasons.append(f"x is a {type(x).__name__}")
+    if x.layout is not torch.strided:
+        reasons.append(f"x is not a dense tensor: {x.layout}")
     if functorch_level() is not None:
         reasons.append("a functorch transform (vmap, grad, jvp) is active")
     if dispatch_modes():
@@ -92,7 +94,7 @@ def _tensor_reasons(weight: Tensor, bias: Tensor | None, x: Tensor) -> list[str]
     reasons = []
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         reasons.append(f"x is on {x.device}, the weight on {weight.device}")
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
         reasons.append("autocast is on")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         of_bias = f", the bias {dtype_name(bias.dtype)}" if bias is not None else ""

@@ -66,7 +66,7 @@ def read_head(head: HeadLike) -> Head:
     if isinstance(head, Tensor):
         return _with_tensor_reasons(head, None, None, [])
     if isinstance(head, tuple):
-        if len(head) != 2 or not isinstance(head[0], Tensor) or not isinstance(head[1], (Tensor, type(None))):
+        if len(head) != 2 or not _are_tensors(*head):
             raise ValueError(f"a head given as a tuple is (weight, bias or None), got {_describe(head)}")
         return _with_tensor_reasons(head[0], head[1], None, [])
     reader = reader_of(head)
@@ -95,9 +95,13 @@ def _read_registered(head: Any, reader: Reader) -> Head:
         if not callable(head):
             raise ValueError(f"the reader of {name} left this head to itself, and it cannot be called")
         return Head(None, None, head, (f"the reader of {name} left this head to itself",))
-    if not (isinstance(read, tuple) and len(read) == 2 and isinstance(read[0], Tensor)):
+    if not (isinstance(read, tuple) and len(read) == 2 and _are_tensors(*read)):
         raise ValueError(f"the reader of {name} must return (weight, bias or None) or None, got {_describe(read)}")
     return _with_tensor_reasons(read[0], read[1], None, [])
+
+
+def _are_tensors(weight: object, bias: object) -> bool:
+    return isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
 
 
 def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
@@ -145,9 +149,16 @@ def _with_tensor_reasons(
 
 def _looks_like_head(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return (isinstance(weight, Tensor) and weight.dim() == 2) or (
-        hasattr(module, "in_features") and hasattr(module, "out_features")
-    )
+    sizes = isinstance(weight, Tensor) and sizes_of(weight) is not None
+    return sizes or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+
+
+def sizes_of(weight: Tensor | None) -> tuple[int, int] | None:
+    """(vocab, hidden) of a weight; None for one that has no two dimensions, or none yet."""
+    if weight is None or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
+        return None
+    vocab, hidden = weight.shape
+    return vocab, hidden
 
 
 def _describe(value: object) -> str:
@@ -179,6 +190,8 @@ def find_heads(model_or_head: Any) -> list[tuple[str, Any]]:
             for name, module in model_or_head.named_modules()
             if reader_of(module) and id(module) not in seen
         ]
+        if not found and _looks_like_head(model_or_head):
+            return [("head", model_or_head)]
     if not found:
         raise ValueError(
             f"{_describe(model_or_head)} has no head that can be found: it has no get_output_embeddings() that returns "

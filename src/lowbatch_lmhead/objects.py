@@ -123,7 +123,7 @@ def _read(folder: Path, key: Key) -> Path | None:
         if error.filename == str(entry):
             return None
         reason = f"{error.filename} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"it cannot be read ({type(error).__name__}: {error})"
     logger.warning("%s is compiled again: %s", entry, reason)
     return None

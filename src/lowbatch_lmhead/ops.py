@@ -60,7 +60,9 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
     weight = x if head.weight is None else head.weight  # x only where the head computes by itself
     if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
         raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
-    if head.own is None and not _needs_grad(x, weight, bias) and not torch.is_autocast_enabled(x.device.type):
+    if out is not None and _needs_grad(x, head.weight, bias, out):
+        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
+    if head.own is None and not _needs_grad(x, weight, bias) and not dispatch.autocast_is_on(x.device):
         if out is None:
             logits: Tensor = project_op(x, weight, bias, out_dtype)
             return logits

@@ -66,18 +66,23 @@ class Plan:
                 reasons.append(dropped)
         return None, None, tuple(reasons)
 
-    def prepare(self, rows: int, weight: Tensor, bias: Tensor | None) -> Entry:
-        """Compile, check and enter the first launch that is right for ``rows``; at once where that was done before."""
+    def prepare(
+        self, rows: int, weight: Tensor, bias: Tensor | None, reference: verify.Reference | None = None
+    ) -> Entry:
+        """Compile, check and enter the first launch that is right for ``rows``; at once where that was done before.
+
+        ``reference`` is the weight's, for a caller that prepares many row counts.
+        """
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
                 with _on_device(self.key.device):
-                    entry = self._choose(rows, weight, bias)
+                    entry = self._choose(rows, weight, bias, reference)
                 self.entries[rows] = entry
                 self.table[rows] = entry.launch.call if entry.launch else False
             return entry
 
-    def _choose(self, rows: int, weight: Tensor, bias: Tensor | None) -> Entry:
+    def _choose(self, rows: int, weight: Tensor, bias: Tensor | None, reference: verify.Reference | None) -> Entry:
         problem = self.problem(rows)
         able, reasons = backends.candidates(problem)
         for backend in able:
@@ -85,7 +90,7 @@ class Plan:
                 known = (backend.name, str(tactic))
                 tried = self._tried.get(known)
                 if not isinstance(tried, str):
-                    tried = self._try(tried, backend, tactic, problem, weight, bias)
+                    tried = self._try(tried, backend, tactic, problem, weight, bias, reference)
                     self._tried[known] = tried
                 if isinstance(tried, Launch):
                     return Entry(tried, tuple(reasons))
@@ -100,10 +105,12 @@ class Plan:
         problem: Problem,
         weight: Tensor,
         bias: Tensor | None,
+        reference: verify.Reference | None,
     ) -> Launch | str:
         try:
             launch = launch or backend.compile(problem, tactic)
-            wrong = verify.mistake(launch, weight, bias, problem.rows, problem.out_dtype)
+            reference = reference or verify.Reference(weight, bias, problem.rows)
+            wrong = reference.mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is None:
                 return launch
         except Exception as error:  # whatever a kernel's packages raise, the next in line serves

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import objects
 from .gate import Decision
-from .head import Head
+from .head import Head, sizes_of
 
 Step = Callable[[int, int], None]
 
@@ -48,7 +48,9 @@ class HeadReport:
 
 
 def _same(a: Decision, b: Decision) -> bool:
-    return (a.backend, a.tactic, a.taken) == (b.backend, b.tactic, b.taken) and (a.taken or a.reasons == b.reasons)
+    return (a.backend, a.tactic, a.prepared) == (b.backend, b.tactic, b.prepared) and (
+        a.taken or a.reasons == b.reasons
+    )
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,15 @@ class WarmupReport:
     ) -> WarmupReport:
         """Warm each head, a weight that was met before only in the report, and time it all."""
         start, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
-        reports, done = [], {}
+        reports: list[HeadReport] = []
+        done: dict[tuple[int, ...], list[Decision]] = {}
         for name, _, read in heads:
             weight = read.weight
-            same = id(weight) if weight is not None else id(read)
+            same = (id(weight), id(read.bias)) if weight is not None else (id(read),)
             if same not in done:
                 with _bar(name, progress) as step:
                     done[same] = warm(read, step)
-            vocab, hidden = weight.shape if weight is not None and weight.dim() == 2 else (None, None)
+            vocab, hidden = sizes_of(weight) or (None, None)
             reports.append(HeadReport(name, vocab, hidden, tuple(done[same])))
         return cls(
             tuple(reports),

@@ -49,6 +49,8 @@ class Reference:
                 raise ValueError(f"mismatched out: {tuple(out.shape)} {out.dtype}")
             if (bias is not None) != problem.has_bias or len({t.device for t in (weight, x, out)}) > 1:
                 raise ValueError("mismatched bias or devices")
+            if bias is not None and (bias.shape != (problem.vocab,) or bias.dtype != problem.dtype):
+                raise ValueError(f"mismatched bias: {tuple(bias.shape)} {bias.dtype}")
             total = torch.zeros(x.shape[0], problem.vocab)
             for x_part, weight_part in zip(x.chunk(self.splits, 1), weight.chunk(self.splits, 1)):
                 total += x_part.float() @ weight_part.float().t()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import gate
+from . import gate, verify
 from .gate import Decision
 from .head import Head
 
@@ -27,7 +27,10 @@ def warm_head(
         if plan is None:
             return [gate.refused(first.reasons, 0)]
         last = min(max_rows or plan.max_rows, plan.max_rows)
+        reference = None
         for rows in range(1, last + 1):
-            plan.prepare(rows, head.weight, head.bias)
+            if plan.entries[rows] is None:
+                reference = reference or verify.Reference(head.weight, head.bias, last)
+                plan.prepare(rows, head.weight, head.bias, reference)
             step(rows, last)
         return [gate.decide_rows(plan, rows) for rows in range(1, last + 2)]

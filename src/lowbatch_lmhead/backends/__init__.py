@@ -27,7 +27,10 @@ def candidates(problem: Problem) -> tuple[list[Backend], list[str]]:
     for backend in _KERNELS:
         if problem.arch not in backend.architectures:
             continue
-        reason = backend.supports(problem)
+        try:
+            reason = backend.supports(problem)
+        except Exception as error:  # a backend that cannot even be asked serves nothing, and harms nothing
+            reason = f"{type(error).__name__}: {error}"
         if reason is None:
             able.append(backend)
         else:

@@ -65,22 +65,23 @@ def parts(vocab: int, tile: int) -> tuple[int, int]:
 def default_tactic(problem: Problem) -> Tactic:
     """The tactic for an untuned launch.
 
-    SM90: fitted to a sweep of 15 heads on an H200 at 1, 8 and 16 rows (benchmarks/results/h200/sweep.json): many small
-    CTAs per SM (short rings, k_tile 128) beat few deep ones by 1 to 4 %. SM100 and SM103: FlashInfer's own choice
+    SM90: fitted to a sweep of 16 heads on an H200 at 1, 8 and 16 rows (benchmarks/results/h200/sweep.json): many small
+    CTAs per SM (short rings, k_tile 128) beat few deep ones. SM100 and SM103: FlashInfer's own choice
     there, which was measured on B200 and B300 and could not be here. SM120: what two CTAs per SM leave room for.
     """
     hidden, arch = problem.hidden, devices.ARCHITECTURES[problem.arch]
-    output_tile = 32 if problem.vocab >= 32 else 16
     token_tile = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
-    fits_128, fits_256 = tiles_fit(hidden, 128), tiles_fit(hidden, 256)
+    output_tile = 32 if problem.vocab >= 32 else 16
     if problem.arch in ("sm_100a", "sm_103a"):
-        k_tile, residents = 256 if fits_256 and hidden > 512 else 128, 2
+        k_tile, residents = 256 if tiles_fit(hidden, 256) and hidden > 512 else 128, 2
     else:
-        k_tile = 128 if fits_128 else 256
-        if problem.arch == "sm_120a" or k_tile == 256:
+        k_tile = 128 if tiles_fit(hidden, 128) else 256
+        if problem.arch == "sm_120a":
             residents = 2
+        elif token_tile == 8:
+            output_tile, residents = 16, 5 if k_tile == 128 else 3
         else:
-            residents = 4 if token_tile == 8 else 5 if hidden <= 2560 else 3
+            residents = 4 if k_tile == 128 else 2
     stages = min(MAX_STAGES, hidden // k_tile)
     while stages > 2:
         smem = smem_bytes(Tactic(output_tile, token_tile, k_tile, stages, 2))

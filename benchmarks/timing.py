@@ -58,19 +58,19 @@ def gpu_us(calls: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor
     return [statistics.median(values) for values in times]
 
 
-def host_us(call: Callable[[], object], calls: int = 500, rounds: int = 7) -> float:
-    """Median microseconds of host time of one ``call()``."""
-    for _ in range(100):
-        call()
-    torch.cuda.synchronize()
-    times = []
+def host_us(ways: dict[str, Callable[[], object]], calls: int = 200, rounds: int = 25) -> dict[str, float]:
+    """Median microseconds of host time of one call of each of ``ways``, measured in turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - begin) * 1e6 / calls)
-        torch.cuda.synchronize()
-    return statistics.median(times)
+        for name, way in ways.items():
+            for _ in range(20):
+                way()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                way()
+            times[name].append((time.perf_counter() - begin) * 1e6 / calls)
+            torch.cuda.synchronize()
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
 def read_us(weights: Sequence[Tensor]) -> float:

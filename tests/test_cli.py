@@ -165,7 +165,7 @@ def test_explain_for_an_architecture(capsys):
     done = run(capsys, "explain", *HEAD, "--rows", "4", "--arch", "sm_90a")
     assert done.status == 0
     assert done.out.startswith(
-        "4096x1024 head, bfloat16 to bfloat16, 4 rows\nsm_90a: flashinfer warp split-K (16x8x128"
+        "4096x1024 head, bfloat16 to bfloat16, 4 rows\nsm_90a: flashinfer warp split-K (32x8x128"
     )
 
 

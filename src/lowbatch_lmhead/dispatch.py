@@ -25,7 +25,7 @@ from .plan import Plan
 
 _functorch_level = gate.functorch_level
 _dispatch_modes = gate.dispatch_modes
-_autocast = torch._C._is_any_autocast_enabled
+_autocast = torch._C._is_any_autocast_enabled  # for any device
 _grad = torch.is_grad_enabled
 _current_device = torch.cuda.current_device
 _global_hooks, _global_pre_hooks = GLOBAL_HOOKS
@@ -93,17 +93,9 @@ class Dispatcher:
                                 logits = self._empty(x, shape[0])
                                 launch(weight, x, bias, logits)
                                 return logits
-                            if type(out) is Tensor and out.is_contiguous() and x.is_contiguous():
-                                # Nothing that is read may lie where the logits go.
-                                start = out.data_ptr()
-                                end, x_start, weight_start = start + out.nbytes, x.data_ptr(), weight.data_ptr()
-                                if (
-                                    (end <= x_start or x_start + x.nbytes <= start)
-                                    and (end <= weight_start or weight_start + self._weight_bytes <= start)
-                                    and (bias is None or self._beside_bias(bias, start, end))
-                                ):
-                                    launch(weight, x, bias, out)
-                                    return out
+                            if type(out) is Tensor and out.is_contiguous() and self._beside(x, weight, bias, out):
+                                launch(weight, x, bias, out)
+                                return out
                         elif out is None and len(shape) and shape[-1] == self._hidden:
                             other = self._other(weight, bias, x)
                             if other is not None:
@@ -115,9 +107,20 @@ class Dispatcher:
                     raise
         return self._thorough(head, x, out)
 
-    def _beside_bias(self, bias: Tensor, start: int, end: int) -> bool:
-        bias_start = bias.data_ptr()
-        return end <= bias_start or bias_start + self._bias_bytes <= start
+    def _beside(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+        """Whether nothing that is read lies where the logits go. False may also mean that it takes a longer look."""
+        start = out.data_ptr()
+        end = start + out.nbytes
+        begin = x.data_ptr()
+        if begin < end and not (x.is_contiguous() and begin + x.nbytes <= start):
+            return False
+        begin = weight.data_ptr()
+        if begin < end and begin + self._weight_bytes > start:
+            return False
+        if bias is not None:
+            begin = bias.data_ptr()
+            return begin >= end or begin + self._bias_bytes <= start
+        return True
 
     def _other(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor | None:
         """Other than two dimensions, or rows for which the default GEMM was chosen; None for what is neither."""

@@ -17,9 +17,8 @@ from packaging.version import InvalidVersion, Version
 
 from ..log import warn_once
 
-# What this library was written against and tested with. The kernels' files came with 0.7.2 of FlashInfer and
-# cutlass.experimental, which they use, with 4.8 of the DSL.
-FLASHINFER = ("flashinfer-python", "0.7.2", "0.8")
+# Name, least version, first version that is not known. The kernels' files came with 0.7.2 of FlashInfer.
+FLASHINFER = ("flashinfer-python", "0.7.2.post1", "0.8")
 CUTE_DSL = ("nvidia-cutlass-dsl", "4.8.0", "5")
 TVM_FFI = ("apache-tvm-ffi", "0.1.11", "0.2")
 

@@ -12,5 +12,6 @@ if [ -n "${1:-}" ]; then chmod 700 "$1"; export LOWBATCH_LMHEAD_OBJECTS=$(realpa
 step() { echo "== $*"; local begin=$SECONDS; "$@" || { status=1; echo "FAILED: $*"; }; echo "== $((SECONDS - begin)) s"; }
 [ -n "${NO_TESTS:-}" ] || step env -u LOWBATCH_LMHEAD_OBJECTS "$python" -m pytest -q -m gpu tests/gpu --junitxml "$out/tests.xml"
 step "$python" benchmarks/host.py --out "$out/host.json" ${LOWBATCH_LMHEAD_OBJECTS:+--objects "$LOWBATCH_LMHEAD_OBJECTS"}
+step "$python" benchmarks/writes.py --out "$out/writes.json"
 step "$python" benchmarks/core.py --out "$out/core.json"
 exit $status

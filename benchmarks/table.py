@@ -1,6 +1,6 @@
 """The README's tables, from the results that they cite.
 
-    python benchmarks/table.py benchmarks/results/h200
+python benchmarks/table.py benchmarks/results/h200
 """
 
 from __future__ import annotations

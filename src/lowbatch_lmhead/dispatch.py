@@ -372,10 +372,11 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
         assert head.weight is not None
         weight, bias = head.weight, head.bias
         plain = is_plain(weight) and x.layout is torch.strided and not autocast_is_on(x.device)
-        if out is not None and plain and dtype == weight.dtype and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
-            if bias is None:
-                return torch.mm(x, weight.t(), out=out)
-            return torch.addmm(bias, x, weight.t(), out=out)
+        if out is not None and plain and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
+            if dtype == weight.dtype:
+                return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+            if bias is None and default_gemm.mm_writes_float32(x, weight):
+                return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         if x.dtype == weight.dtype and out_dtype is not None and is_plain(weight):
             with torch.autocast(x.device.type, enabled=False) if not plain else contextlib.nullcontext():
                 result = default_gemm.logits(x, weight, bias, out_dtype)

@@ -17,7 +17,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
         return F.linear(x, weight, bias)
     if out_dtype is not torch.float32:
         return F.linear(x, weight, bias).to(out_dtype)
-    if not _mm_writes_float32(x, weight) or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not mm_writes_float32(x, weight) or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
     if bias is not None:
@@ -25,6 +25,6 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _mm_writes_float32(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``torch.mm(..., out_dtype=torch.float32)`` exists for these operands (PyTorch 2.8 and newer, CUDA)."""
+def mm_writes_float32(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``torch.mm(..., out_dtype=torch.float32)`` exists for these operands (CUDA only)."""
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0

@@ -40,7 +40,6 @@ class Dispatcher:
         "_hidden",
         "_index",
         "_kind",
-        "_max_rows",
         "_read",
         "_table",
         "_vocab",
@@ -54,11 +53,20 @@ class Dispatcher:
         self._read = _quick_reader(head)
         self._kind = type(head)
         self._table: list[Callable[..., Any] | Literal[False] | None] = []
-        self._max_rows = -1
+        self._weight: type = type(None)
         self._index = -2  # no device's: nothing is quick yet
 
     def _remember(self, head: HeadLike, plan: Plan, weight: Tensor) -> None:
         """Let the next call go the quick way. Other threads may be on it: what opens it is set last."""
+        index = weight.get_device()
+        if (
+            self._index == index
+            and self._table is plan.table
+            and self._weight is type(weight)
+            and self._kind is type(head)
+            and self._read is not _read_never
+        ):
+            return
         key = plan.key
         self._index = -2
         if self._read is _read_never or self._kind is not type(head):
@@ -68,8 +76,8 @@ class Dispatcher:
         self._bias_bytes = key.vocab * weight.itemsize
         # A launch runs on the current device's context.
         self._guard = weight.is_cuda and torch.cuda.device_count() > 1
-        self._table, self._max_rows = plan.table, plan.max_rows
-        self._index = weight.get_device()
+        self._table = plan.table
+        self._index = index
 
     def run(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
         """The logits of ``x``. Each condition is one that a launch cannot see, and costs on every token."""
@@ -87,7 +95,8 @@ class Dispatcher:
                     weight, bias = read
                     if type(weight) is self._weight and not (_grad() and _requires_grad(x, weight, bias, out)):
                         shape = x.shape
-                        launch = self._table[shape[0]] if len(shape) == 2 and shape[0] <= self._max_rows else False
+                        table = self._table
+                        launch = table[shape[0]] if len(shape) == 2 and shape[0] < len(table) else False
                         if launch and not (self._guard and _current_device() != self._index):
                             if out is None:
                                 logits = self._empty(x, shape[0])
@@ -100,7 +109,7 @@ class Dispatcher:
                             other = self._other(weight, bias, x)
                             if other is not None:
                                 return other
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, LookupError):
                 pass
             except RuntimeError:
                 if x.layout is torch.strided:
@@ -126,7 +135,8 @@ class Dispatcher:
         """Other than two dimensions, or rows for which the default GEMM was chosen; None for what is neither."""
         flat = x if x.dim() == 2 else x.reshape(-1, self._hidden)
         rows = flat.shape[0]
-        launch = self._table[rows] if rows <= self._max_rows else False
+        table = self._table
+        launch = table[rows] if rows < len(table) else False
         if launch and not (self._guard and _current_device() != self._index):
             out = self._empty(flat, rows)
             launch(weight, flat, bias, out)

@@ -15,7 +15,7 @@ SHOWN = ("qwen3-0.6b", "llama-3.1-8b", "deepseek-v3", "command-r-plus", "gpt2", 
 def heads(core: dict) -> list[str]:
     rows = {(row["model"], row["rows"], row["out_dtype"]): row for row in core["rows"]}
     lines = [
-        "| head | vocab x hidden | rows | F.linear | project | ratio | read limit | float32 logits |",
+        "| head | vocab x hidden | rows | F.linear | project | ratio | plain read | float32 logits |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model in SHOWN:

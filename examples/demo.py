@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(step)
         steps.append(step)
     print(f"\nAnswer: {answer(tokenizer, steps)}\n")
-    print(f"Served by:\n{explain(model)}\n")
+    print(f"Served by:\n{explain(model)}")
+    print(f"{what_this_shows(device, explain(model))}\n")
 
     equal = all(step.equal for step in steps)
     if device.type == "cuda":
@@ -167,6 +168,17 @@ def compare(number: int, tokenizer: Any, logits: Tensor, own: Tensor) -> Step:
 def answer(tokenizer: Any, steps: list[Step]) -> str:
     text: str = tokenizer.decode([step.token for step in steps], skip_special_tokens=True)
     return text.strip()
+
+
+def what_this_shows(device: torch.device, decision: lowbatch_lmhead.Decision) -> str:
+    """What the table of tokens proves, and what it does not."""
+    if decision.taken:
+        return "Each token's logits came from this kernel."
+    if device.type == "cuda":
+        return (
+            "This small head is none that the kernels take, so its own computation served; the heads below are taken."
+        )
+    return "Without a GPU the head's own computation serves through project, so nothing differs."
 
 
 def explain(model: Any) -> lowbatch_lmhead.Decision:

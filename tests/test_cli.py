@@ -108,7 +108,7 @@ def test_doctor_without_flashinfer(capsys):
     done = run(capsys, "doctor")
     assert done.status == 0
     assert "flashinfer-python   not installed" in done.out
-    assert "because flashinfer-python is not installed (it takes flashinfer-python>=0.7.2,<0.8)" in done.out
+    assert "because {0} is not installed (it takes {0}>={1},<{2})".format(*flashinfer.FLASHINFER) in done.out
 
 
 def test_doctor_survives_whatever_is_broken(capsys, monkeypatch):
@@ -151,7 +151,7 @@ def test_doctor_with_gpus(capsys, monkeypatch):
         report = json.loads(run(capsys, "doctor", "--json").out)
     finally:
         devices._cuda_architecture.cache_clear()
-    assert "compute capability 9.0: sm_90a, served up to 16 rows without tuning" in out
+    assert "compute capability 9.0: sm_90a, kernels serve up to 16 rows" in out
     assert "compute capability 7.5: no architecture that a kernel is made for" in out
     runs = {backend["name"]: backend for backend in report["backends"]}
     assert runs["flashinfer warp split-K"]["runs_here"]
@@ -180,7 +180,8 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     ]
     known = {line.split()[0]: line for line in lines if line.startswith("  sm_")}
     assert list(known) == list(devices.ARCHITECTURES)
-    assert "default GEMM because sm_90a is served up to 16 rows without tuning" in known["sm_90a"]
+    assert known["sm_90a"].split(maxsplit=1)[1] == "default GEMM"
+    assert "because kernels serve up to 16 rows on sm_90a" in lines[lines.index(known["sm_90a"]) + 1]
     assert "flashinfer warp split-K (32x32x256" in known["sm_100a"]
 
 
@@ -188,7 +189,7 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     ("arguments", "reason"),
     [
         (["--hidden", "576", "--rows", "4"], "flashinfer warp split-K: hidden 576 is not a multiple of 128"),
-        (["--hidden", "1024", "--rows", "33"], "sm_100a is served up to 32 rows without tuning"),
+        (["--hidden", "1024", "--rows", "33"], "kernels serve up to 32 rows on sm_100a"),
         (["--hidden", "1024", "--rows", "4", "--dtype", "float16"], "x is float16; it takes bfloat16"),
     ],
 )
@@ -223,7 +224,7 @@ def test_compile_writes_what_serving_finds(capsys, monkeypatch, tmp_path):
     assert done.status == 0
     rows = [line.split() for line in done.out.splitlines() if "flashinfer warp split-K" in line]
     assert [(row[0], row[row.index("sm_90a")]) for row in rows] == [("1-8", "sm_90a"), ("9-16", "sm_90a")]
-    assert "17+ rows: default GEMM\n    because sm_90a is served up to 16 rows without tuning" in done.out
+    assert "17+ rows: default GEMM\n    because kernels serve up to 16 rows on sm_90a" in done.out
     assert "2 kernels written" in done.out
     assert f"export LOWBATCH_LMHEAD_OBJECTS={folder}\n" in done.out
     assert folder.stat().st_mode & 0o777 == 0o700

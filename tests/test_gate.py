@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import HIDDEN, VOCAB, Counting, assert_close, assert_logits, exact, inputs, linear
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,8 +45,8 @@ LAYOUTS = {
     ),
     "no rows": (lambda: (linear(), inputs(0)), "there are 0 rows"),
     "no rows in a batch": (lambda: (linear(), inputs(4, 0)), "there are 0 rows"),
-    "17 rows": (lambda: (linear(), inputs(17)), "cpu is served up to 16 rows without tuning"),
-    "20 rows in two dimensions": (lambda: (linear(), inputs(5, 4)), "cpu is served up to 16 rows without tuning"),
+    "17 rows": (lambda: (linear(), inputs(17)), "kernels serve up to 16 rows on cpu"),
+    "20 rows in two dimensions": (lambda: (linear(), inputs(5, 4)), "kernels serve up to 16 rows on cpu"),
 }
 
 
@@ -216,16 +217,16 @@ def versions(monkeypatch):
     [
         (None, "{name} is not installed (it takes {name}>={least},<{below})"),
         ("0.0.9", "{name} 0.0.9 is too old (it takes >={least},<{below})"),
-        ("{least}rc1", "{name} {least}rc1 is too old (it takes >={least},<{below})"),
+        ("{older}", "{name} {older} is too old (it takes >={least},<{below})"),
         ("{below}", "{name} {below} is too new to be known (it takes >={least},<{below})"),
         ("99.1", "{name} 99.1 is too new to be known (it takes >={least},<{below})"),
         ("main", "{name} has the version 'main', which cannot be read (it takes >={least},<{below})"),
-        ("{least}.post3", None),
+        ("{least}+cu130", None),
         ("{least}", None),
     ],
 )
 def test_package_versions(name, least, below, version, reason, versions, sm90):
-    words = {"name": name, "least": least, "below": below}
+    words = {"name": name, "least": least, "below": below, "older": f"{Version(least).base_version}rc1"}
     versions(name, version and version.format(**words))
     head, x = linear(vocab=128, hidden=512), inputs(2, hidden=512)
     decision = explain(head, x)
@@ -249,7 +250,7 @@ def test_reasons_of_backends_that_are_passed_over(sm90):
     assert decision.backend == "flashinfer direct"
     assert decision.reasons == ("flashinfer warp split-K: vocab 8 is less than one tile of 16",)
     assert str(decision) == (
-        f"1 rows: flashinfer direct ({decision.tactic}), not compiled yet\n"
+        f"1 row: flashinfer direct ({decision.tactic}), not compiled yet\n"
         "  not flashinfer warp split-K: vocab 8 is less than one tile of 16"
     )
 
@@ -264,7 +265,7 @@ class TestDecision:
 
     def test_prints_why_not(self, kernel):
         decision = explain(linear(), inputs(17))
-        assert str(decision) == "17 rows: default GEMM\n  because cpu is served up to 16 rows without tuning"
+        assert str(decision) == "17 rows: default GEMM\n  because kernels serve up to 16 rows on cpu"
 
     def test_is_true_when_taken(self, kernel):
         assert explain(linear(), inputs(2))

@@ -202,8 +202,9 @@ class TestMistake:
     VOCAB, HIDDEN, ROWS = 2 * verify.CHUNK + 5, 16, 2
 
     @pytest.fixture(scope="class")
-    def weight(self):
-        return torch.randn(self.VOCAB, self.HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    @classmethod
+    def weight(cls):
+        return torch.randn(cls.VOCAB, cls.HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
 
     def launch(self, change):
         def call(weight, x, bias, out):
@@ -434,7 +435,7 @@ class TestWarmup:
             "tactic": "4 splits",
             "reasons": [],
         }
-        assert "cpu is served up to 16" in str(first["rows"][16]["reasons"])
+        assert "kernels serve up to 16 rows on cpu" in str(first["rows"][16]["reasons"])
         (refused,) = second["rows"]
         assert (refused["rows"], refused["taken"]) == (0, False)
         assert refused["reasons"] == ["the weight is not contiguous: strides (1, 64) for shape (64, 100)"]

@@ -112,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the head of a model instead of --vocab and --hidden: a config.json, a folder with one, or one of "
         f"{', '.join(MODELS)}. Can be repeated. Engines may pad a vocabulary or split it over GPUs: then give --vocab",
     )
-    compile_.add_argument(
-        "--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that are served untuned"
-    )
+    compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
     _add_types(compile_)
     compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
     compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
@@ -392,7 +390,7 @@ def _gpu_line(gpu: Facts) -> str:
     found = f"{gpu['name']}, compute capability {gpu['compute_capability']}"
     if gpu["architecture"] is None:
         return f"{found}: no architecture that a kernel is made for"
-    return f"{found}: {gpu['architecture']}, served up to {gpu['untuned_rows']} rows without tuning"
+    return f"{found}: {gpu['architecture']}, kernels serve up to {gpu['untuned_rows']} rows"
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
@@ -411,8 +409,9 @@ def _explain(args: argparse.Namespace) -> int:
         print("elsewhere")
         for arch in devices.ARCHITECTURES:
             decision = gate.decide_rows(_paper_plan(arch, size, types), args.rows)
-            because = f" because {'; '.join(decision.reasons)}" if not decision.taken else ""
-            print(f"  {arch:<9} {_name(decision)}{because}")
+            print(f"  {arch:<9} {_name(decision)}")
+            for reason in () if decision.taken else decision.reasons:
+                print(f"  {'':<9} because {reason}")
     return 0
 
 
@@ -489,6 +488,8 @@ def _compile(args: argparse.Namespace) -> int:
         failures += built.count(None)
     if folder is not None and done:
         _print_use(folder, done)
+    elif done:
+        print("Checked only, nothing was written: --out DIR keeps the kernels for a serving machine.")
     if not all(served):
         print(f"{served.count(False)} of {len(served)} heads are not served on {args.arch}", file=sys.stderr)
     if failures:
@@ -626,11 +627,9 @@ def _out_folder(folder: Path) -> Path:
 def _print_use(folder: Path, done: list[Built]) -> None:
     key = done[0].key
     versions = ", ".join(f"{name} {key[name]}" for name in ("lowbatch-lmhead", *PACKAGES) if name in key)
-    print(
-        f"{len(done)} kernel{'' if len(done) == 1 else 's'} written. On the serving machine, where the folder is then:"
-    )
+    print(f"{len(done)} kernel{'' if len(done) == 1 else 's'} written. Copy the folder to the serving machine and set:")
     print(f"  export LOWBATCH_LMHEAD_OBJECTS={folder}")
-    print(f"It takes the same there: {versions}, their CUDA {key['cuda']}")
+    print(f"The serving machine needs the same versions: {versions}, their CUDA {key['cuda']}")
     print(
         f"libraries and {platform.machine()} (lowbatch-lmhead doctor shows them), and a folder that others cannot write."
     )

@@ -43,7 +43,7 @@ class Decision:
         name = f"{self.backend} ({self.tactic})" if self.tactic else self.backend
         if self.taken and not self.prepared:
             name += ", not compiled yet"
-        lines = [f"{self.rows} rows: {name}"]
+        lines = [f"{self.rows} row{'' if self.rows == 1 else 's'}: {name}"]
         lines += [f"  {'not ' if self.taken else 'because '}{reason}" for reason in self.reasons]
         return "\n".join(lines)
 
@@ -122,7 +122,7 @@ def decide(head: Head, x: Tensor, out_dtype: torch.dtype) -> tuple[Decision, Pla
 def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
     if rows > plan.max_rows:
-        reason = f"{plan.arch} is served up to {plan.max_rows} rows without tuning"
+        reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
         return refused([reason], rows)
     entry = plan.entries[rows]
     if entry is None:

@@ -1,0 +1,26 @@
+"""The README's code runs as it stands, block after block, in one namespace."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from conftest import ROOT
+
+from lowbatch_lmhead import head
+
+
+def test_python_blocks_run(monkeypatch, capsys):
+    monkeypatch.setattr(head, "_readers", {})
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    namespace: dict = {}
+    for block in blocks:
+        exec(block, namespace)
+    x, weight = namespace["x"], namespace["head"].weight
+    expected = (x.double() @ weight.double().t()).detach()
+    for name, limit in (("logits", 2.5e-3), ("exact", 1e-5)):
+        got = namespace[name].double()
+        assert (got - expected).norm() / expected.norm() < limit
+    assert torch.isfinite(namespace["out"]).all()
+    assert "default GEMM" in capsys.readouterr().out or torch.cuda.is_available()

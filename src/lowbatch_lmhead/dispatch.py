@@ -196,9 +196,8 @@ def _quick_reader(head: HeadLike) -> Callable[[Any], tuple[Tensor, Tensor | None
         return _read_tensor
     if isinstance(head, tuple):
         return _read_tuple
-    registered = reader_of(head)
-    if registered is not None:
-        return registered
+    if reader_of(head) is not None:
+        return _read_registered
     if isinstance(head, nn.Embedding):
         return _read_embedding
     if isinstance(head, nn.Linear) and not read_head(head).reasons:
@@ -230,6 +229,11 @@ def _read_linear(head: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
         return None
     parameters = head._parameters
     return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
+
+
+def _read_registered(head: Any) -> tuple[Tensor, Tensor | None] | None:
+    reader = reader_of(head)  # looked up anew: a type can be registered again
+    return None if reader is None else reader(head)
 
 
 def _read_never(head: Any) -> None:

@@ -53,7 +53,9 @@ def register_head(type_: type, reader: Reader) -> None:
 
 def reader_of(head: object) -> Reader | None:
     """The reader registered for the type of ``head`` or its nearest base class."""
-    return next((_readers[base] for base in type(head).__mro__ if base in _readers), None) if _readers else None
+    if not _readers:
+        return None
+    return _readers.get(type(head)) or next((_readers[base] for base in type(head).__mro__ if base in _readers), None)
 
 
 def is_plain(weight: object) -> bool:

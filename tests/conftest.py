@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbatch_lmhead import head as head_module
-from lowbatch_lmhead import log, testing
+from lowbatch_lmhead import log, testing, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, HIDDEN = 100, 64
@@ -109,6 +109,11 @@ def assert_close(logits: Tensor, expected: Tensor, within: float | None = None) 
 def assert_logits(logits: Tensor, head: nn.Module, x: Tensor) -> None:
     """``logits`` are those of ``x`` through an nn.Linear or nn.Embedding, as it is now."""
     assert_close(logits, exact(x, head.weight, getattr(head, "bias", None)))
+
+
+def mistake(launch, weight, bias, rows, out_dtype):
+    """What the check of a launch says of one row count."""
+    return verify.Reference(weight, bias, rows).mistake(launch, weight, bias, rows, out_dtype)
 
 
 def python(code: str, *arguments: object, **environment: str) -> str:

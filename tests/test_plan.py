@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HIDDEN, VOCAB, Counting, assert_close, assert_logits, exact, inputs, linear
+from conftest import HIDDEN, VOCAB, Counting, assert_close, assert_logits, exact, inputs, linear, mistake
 from torch import nn
 
 from lowbatch_lmhead import bind, explain, project, register_head, testing, verify, warmup
@@ -226,7 +226,7 @@ class TestMistake:
             off = logits[row, column] + 0.01 * logits[row, column].abs() + 0.01 * weight[column].float().norm()
             logits[row, column] = off if wrong == "off" else wrong
 
-        found = verify.mistake(self.launch(change), weight, None, self.ROWS, out_dtype)
+        found = mistake(self.launch(change), weight, None, self.ROWS, out_dtype)
         assert found is not None
         assert found.startswith("1 of ")
         assert f"the first of row {row} at vocabulary row {column}: " in found
@@ -237,41 +237,63 @@ class TestMistake:
     def test_right_logits(self, out_dtype, has_bias, scale, weight):
         weight = weight * scale
         bias = (torch.randn(self.VOCAB) * 100 * scale).bfloat16() if has_bias else None
-        assert verify.mistake(self.launch(lambda logits: None), weight, bias, self.ROWS, out_dtype) is None
+        assert mistake(self.launch(lambda logits: None), weight, bias, self.ROWS, out_dtype) is None
 
     def test_forgotten_bias(self, weight):
         bias = torch.randn(self.VOCAB).bfloat16()
         launch = Launch(lambda weight, x, bias, out: out.copy_(F.linear(x, weight)), "test", "test")
-        assert "logits differ" in verify.mistake(launch, weight, bias, self.ROWS, torch.bfloat16)
+        assert "logits differ" in mistake(launch, weight, bias, self.ROWS, torch.bfloat16)
 
     def test_rounded_float32(self, weight):
         def change(logits):
             logits.copy_(logits.bfloat16())
 
-        assert "logits differ" in verify.mistake(self.launch(change), weight, None, self.ROWS, torch.float32)
+        assert "logits differ" in mistake(self.launch(change), weight, None, self.ROWS, torch.float32)
 
     def test_partly_nan_weight(self, weight):
         weight = weight.clone()
         weight[100:200] = float("nan")
         weight[-1, 0] = float("inf")
-        assert verify.mistake(self.launch(lambda logits: None), weight, None, self.ROWS, torch.bfloat16) is None
+        assert mistake(self.launch(lambda logits: None), weight, None, self.ROWS, torch.bfloat16) is None
 
         def change(logits):
             logits[:, 200] = 0
 
-        found = verify.mistake(self.launch(change), weight, None, self.ROWS, torch.bfloat16)
+        found = mistake(self.launch(change), weight, None, self.ROWS, torch.bfloat16)
         assert found.startswith("2 of ")
         assert "vocabulary row 200:" in found
 
-    def test_weight_of_nan_says_nothing(self):
-        weight = torch.full((VOCAB, HIDDEN), float("nan"), dtype=torch.bfloat16)
-        found = verify.mistake(self.launch(lambda logits: None), weight, None, 1, torch.bfloat16)
-        assert found == "the weight is not finite, so nothing can be compared"
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+    def test_weight_that_says_nothing(self, value):
+        weight = torch.full((VOCAB, HIDDEN), value, dtype=torch.bfloat16)
+        with pytest.raises(verify.NotYet):
+            mistake(self.launch(lambda logits: None), weight, None, 1, torch.bfloat16)
 
-    def test_weight_of_zeros(self):
-        weight = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)
-        assert verify.mistake(self.launch(lambda logits: None), weight, None, 1, torch.bfloat16) is None
-        assert verify.mistake(self.launch(lambda logits: logits.add_(1)), weight, None, 1, torch.bfloat16) is not None
+    def test_rows_of_zeros_are_compared(self, weight):
+        weight = weight.clone()
+        weight[100:300] = 0
+        assert mistake(self.launch(lambda logits: None), weight, None, self.ROWS, torch.bfloat16) is None
+
+        def change(logits):
+            logits[1, 200] = 1
+
+        assert "vocabulary row 200" in mistake(self.launch(change), weight, None, self.ROWS, torch.bfloat16)
+
+    def test_tiny_and_huge_rows(self, weight):
+        weight = weight.clone()
+        weight[0] *= 1e-24
+        weight[1000:2000] *= 1e19
+        assert mistake(self.launch(lambda logits: None), weight, None, self.ROWS, torch.float32) is None
+
+        def change(logits):
+            logits[0, 1500] *= 3
+
+        assert "vocabulary row 1500" in mistake(self.launch(change), weight, None, self.ROWS, torch.float32)
+
+    def test_bias_alone_is_noticed_beside_a_large_bias(self, weight):
+        bias = torch.full((self.VOCAB,), 500.0).bfloat16()
+        launch = Launch(lambda weight, x, bias, out: out.copy_(bias.expand_as(out)), "test", "test")
+        assert "logits differ" in mistake(launch, weight * 0.01, bias, self.ROWS, torch.float32)
 
     def test_global_random_state_is_left_alone(self, kernel):
         head, before = linear(), torch.get_rng_state()

@@ -72,6 +72,9 @@ class Projection:
         """``explain(head, x)`` for the bound head."""
         return explain(self._head, x, out_dtype=self._out_dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Projection, (self._head, self._out_dtype)  # compiled launches do not travel
+
     def __repr__(self) -> str:
         return f"Projection({type(self._head).__name__}, out_dtype={self._out_dtype})"
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from . import gate
 from .backends import default_gemm
@@ -27,6 +28,10 @@ _functorch_level = gate.functorch_level
 _dispatch_modes = gate.dispatch_modes
 _autocast = torch._C._is_any_autocast_enabled  # for any device
 _grad = torch.is_grad_enabled
+_requires_grad = gate.requires_grad
+_tracing = gate.tracing
+_linear_forward = nn.Linear.forward
+_PLAIN = (Tensor, nn.Parameter)
 _current_device = torch.cuda.current_device
 _global_hooks, _global_pre_hooks = GLOBAL_HOOKS
 
@@ -88,6 +93,8 @@ class Dispatcher:
             and _functorch_level() is None
             and not _dispatch_modes()
             and not _autocast()
+            and _tracing() is None
+            and forward_ad._current_level < 0
         ):
             try:
                 read = self._read(head)
@@ -98,11 +105,18 @@ class Dispatcher:
                         table = self._table
                         launch = table[shape[0]] if len(shape) == 2 and shape[0] < len(table) else False
                         if launch and not (self._guard and _current_device() != self._index):
-                            if out is None:
+                            if bias is not None and type(bias) not in _PLAIN:
+                                return self._thorough(head, x, out)
+                            if out is None and weight.data_ptr():
                                 logits = self._empty(x, shape[0])
                                 launch(weight, x, bias, logits)
                                 return logits
-                            if type(out) is Tensor and out.is_contiguous() and self._beside(x, weight, bias, out):
+                            if (
+                                out is not None
+                                and type(out) is Tensor
+                                and out.is_contiguous()
+                                and self._beside(x, weight, bias, out)
+                            ):
                                 launch(weight, x, bias, out)
                                 return out
                         elif out is None and len(shape) and shape[-1] == self._hidden:
@@ -124,7 +138,7 @@ class Dispatcher:
         if begin < end and not (x.is_contiguous() and begin + x.nbytes <= start):
             return False
         begin = weight.data_ptr()
-        if begin < end and begin + self._weight_bytes > start:
+        if not begin or (begin < end and begin + self._weight_bytes > start):
             return False
         if bias is not None:
             begin = bias.data_ptr()
@@ -138,9 +152,11 @@ class Dispatcher:
         table = self._table
         launch = table[rows] if rows < len(table) else False
         if launch and not (self._guard and _current_device() != self._index):
+            if not weight.data_ptr() or (bias is not None and type(bias) not in _PLAIN):
+                return None
             out = self._empty(flat, rows)
             launch(weight, flat, bias, out)
-            return out.view(*x.shape[:-1], self._vocab)
+            return out.view(*x.shape[:-1], out.shape[1])
         if launch is False and self.out_dtype is None and self._alike(x, weight, bias):
             return F.linear(x, weight, bias)
         return None
@@ -186,10 +202,6 @@ class Dispatcher:
         return _default(read, x, out, out_dtype, self.out_dtype)
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 def _quick_reader(head: HeadLike) -> Callable[[Any], tuple[Tensor, Tensor | None] | None]:
     """A function that returns a head's (weight, bias), or None when it has to be read thoroughly again."""
     if isinstance(head, Tensor):
@@ -225,6 +237,7 @@ def _read_linear(head: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
         or _global_hooks
         or _global_pre_hooks
         or "forward" in head.__dict__
+        or type(head).forward is not _linear_forward
     ):
         return None
     parameters = head._parameters
@@ -268,7 +281,9 @@ def _shares_memory_with_itself(out: Tensor) -> bool:
 
 
 def _have_addresses(*tensors: Tensor) -> bool:
-    return all(is_plain(tensor) and tensor.device.type != "meta" for tensor in tensors)
+    return gate.functorch_level() is None and all(
+        is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta" for tensor in tensors
+    )
 
 
 def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -280,7 +295,7 @@ def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.
         raise ValueError(f"x must have the shape {_input_shape(weight)}, got a tensor without dimensions")
     if not x.is_floating_point():
         raise ValueError(f"x must hold floating-point values, got {dtype_name(x.dtype)}")
-    autocast = autocast_is_on(x.device)
+    autocast = gate.autocast_is_on(x.device)
     # A head that computes by itself gives what it gives, in x's dtype as a rule.
     own_dtype = x.dtype if head.own is not None or weight is None else weight.dtype
     if autocast:
@@ -316,11 +331,6 @@ def _input_shape(weight: Tensor | None) -> str:
     return f"(..., {sizes[1]})" if sizes else "(..., hidden)"
 
 
-def autocast_is_on(device: torch.device) -> bool:
-    """Whether autocast is on for ``device``; PyTorch refuses the question for devices that have none."""
-    return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
-
-
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
     if out_dtype not in (None, own_dtype, torch.float32):
         got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
@@ -330,6 +340,8 @@ def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> No
 def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     if not isinstance(out, Tensor):
         raise ValueError(f"out must be a tensor, got {type(out).__name__}")
+    if out.layout is not torch.strided:
+        raise ValueError(f"out must be a dense tensor, got {out.layout}")
     if out.dtype != dtype and head.own is None:
         hint = "; pass out_dtype=torch.float32 for float32 logits" if out.dtype is torch.float32 else ""
         raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
@@ -340,7 +352,7 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape:
             raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
-    if torch.is_grad_enabled() and _requires_grad(x, weight, head.bias, out):
+    if gate.requires_grad(x, weight, head.bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
     for name, tensor in (("x", x), ("the head's weight", weight), ("the head's bias", head.bias)):
         if tensor is not None and _have_addresses(tensor, out) and overlap(tensor, out):
@@ -385,7 +397,7 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
     else:
         assert head.weight is not None
         weight, bias = head.weight, head.bias
-        plain = is_plain(weight) and x.layout is torch.strided and not autocast_is_on(x.device)
+        plain = is_plain(weight) and x.layout is torch.strided and not gate.autocast_is_on(x.device)
         if out is not None and plain and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
             if dtype == weight.dtype:
                 return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import backends, devices
 from .backends.base import dtype_name
@@ -19,6 +20,7 @@ from .plan import Plan, plan_for
 
 functorch_level = torch._C._functorch.maybe_current_level
 dispatch_modes = torch._C._len_torch_dispatch_stack
+tracing = torch._C._get_tracing_state
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ def reasons_against(head: Head, x: Tensor) -> list[str]:
         reasons.append(f"x is not a dense tensor: {x.layout}")
     if functorch_level() is not None:
         reasons.append("a functorch transform (vmap, grad, jvp) is active")
+    if tracing() is not None:
+        reasons.append("torch.jit.trace is recording")
+    if forward_ad._current_level >= 0:
+        reasons.append("forward-mode differentiation is active")
     if dispatch_modes():
         reasons.append("a TorchDispatchMode is active")
     reasons += _device_reasons(x.device)
@@ -74,9 +80,19 @@ def reasons_against(head: Head, x: Tensor) -> list[str]:
         reasons += _tensor_reasons(weight, bias, x)
     if row_count(x) == 0:
         reasons.append("there are 0 rows")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if requires_grad(x, weight, bias):
         reasons.append("gradients are needed: call under torch.no_grad() or torch.inference_mode()")
     return reasons
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether autocast is on for ``device``; PyTorch refuses the question for devices that have none."""
+    return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants to see what is done with any of ``tensors``."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _device_reasons(device: torch.device) -> list[str]:
@@ -94,15 +110,19 @@ def _tensor_reasons(weight: Tensor, bias: Tensor | None, x: Tensor) -> list[str]
     reasons = []
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         reasons.append(f"x is on {x.device}, the weight on {weight.device}")
-    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+    if autocast_is_on(x.device):
         reasons.append("autocast is on")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         of_bias = f", the bias {dtype_name(bias.dtype)}" if bias is not None else ""
         reasons.append(f"x is {dtype_name(x.dtype)}, the weight {dtype_name(weight.dtype)}{of_bias}")
     if not weight.is_contiguous():
         reasons.append(f"the weight is not contiguous: strides {weight.stride()} for shape {tuple(weight.shape)}")
+    elif not weight.data_ptr():
+        reasons.append("the weight has no memory (its storage was freed)")
     elif weight.data_ptr() % 16:
         reasons.append("the weight does not start at a multiple of 16 bytes")
+    if x.is_neg():
+        reasons.append("x is a lazily negated view")
     if bias is not None and not bias.is_contiguous():
         reasons.append(f"the bias is not contiguous: stride {bias.stride()}")
     return reasons

@@ -78,6 +78,8 @@ def read_head(head: HeadLike) -> Head:
         # A tied head multiplies by the embedding's weight; hooks and forward belong to the look-up.
         return _with_tensor_reasons(head.weight, None, None, _parametrized(head))
     if isinstance(head, nn.Linear):
+        if not isinstance(head.weight, Tensor):
+            raise ValueError(f"this {type(head).__name__} has no weight: {head.weight!r}")
         reasons = _own_forward(head, nn.Linear)
         return _with_tensor_reasons(head.weight, head.bias, head if reasons else None, reasons)
     if isinstance(head, nn.Module) and _looks_like_head(head):
@@ -109,7 +111,7 @@ def _are_tensors(weight: object, bias: object) -> bool:
 def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
     """Why calling ``module`` is more than what ``base.forward`` does."""
     kind, reasons = type(module), _parametrized(module)
-    if kind.forward is not base.forward or kind.__call__ is not nn.Module.__call__:
+    if kind.forward is not _FORWARD[base] or kind.__call__ is not nn.Module.__call__:
         reasons.append(f"{kind.__name__} has a forward of its own")
     if "forward" in vars(module):
         reasons.append("its forward was replaced on the instance")
@@ -118,6 +120,8 @@ def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
     return reasons
 
 
+# As they were when this was imported: a class can be patched too.
+_FORWARD: dict[type[nn.Module], Any] = {nn.Linear: nn.Linear.forward}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
@@ -183,10 +187,9 @@ def find_heads(model_or_head: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if isinstance(model_or_head, nn.Module):
         names = {id(module): name for name, module in model_or_head.named_modules()}
-        head = _output_embeddings(model_or_head)
-        if head is not None:
-            found.append((names.get(id(head), "output embeddings"), head))
-        seen = {id(head)}
+        heads = _output_embeddings(model_or_head)
+        found += [(names.get(id(head), "output embeddings"), head) for head in heads]
+        seen = {id(head) for head in heads}
         found += [
             (name, module)
             for name, module in model_or_head.named_modules()
@@ -203,11 +206,12 @@ def find_heads(model_or_head: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _output_embeddings(model: nn.Module) -> Any:
+def _output_embeddings(model: nn.Module) -> list[Any]:
     get = getattr(model, "get_output_embeddings", None)
-    if get is None:
-        return None
     try:
-        return get()
+        heads = get() if get else None
     except (NotImplementedError, AttributeError):  # transformers' way to say that a model has none
-        return None
+        return []
+    if isinstance(heads, (nn.ModuleList, list, tuple)):  # a model with several, one for each codebook, say
+        return list(heads)
+    return [] if heads is None else [heads]

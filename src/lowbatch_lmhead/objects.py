@@ -16,6 +16,7 @@ Where: ``LOWBATCH_LMHEAD_CACHE``, else ``$XDG_CACHE_HOME/lowbatch-lmhead``, else
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -59,6 +60,8 @@ def cache_folder() -> Path | None:
 def folders() -> list[Path]:
     """Where objects are looked for, first to last."""
     given = [Path(part) for part in os.environ.get("LOWBATCH_LMHEAD_OBJECTS", "").split(os.pathsep) if part]
+    with contextlib.suppress(RuntimeError):  # no home folder
+        given = [part.expanduser() for part in given]
     cache = cache_folder()
     return given + ([cache] if cache else [])
 
@@ -104,7 +107,7 @@ def find(key: Key) -> Path | None:
         if reason:
             warn_once(f"no compiled kernel is loaded from {folder}: {reason}")
             continue
-        path = _read(folder, key)
+        path = _read(folder.resolve(), key)  # what was looked at, should the name be a link that is turned
         if path is not None:
             return path
     return None
@@ -115,6 +118,9 @@ def _read(folder: Path, key: Key) -> Path | None:
     try:
         content = json.loads(entry.read_bytes())
         path = folder / Path(content["file"]).name
+        info = path.stat()
+        if info.st_uid not in (0, os.geteuid()) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} can be written by another user")
         data = path.read_bytes()
         if content["key"] == key and hashlib.sha256(data).hexdigest() == content["sha256"]:
             return path
@@ -160,6 +166,7 @@ def _replace(path: Path, data: bytes) -> None:
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o644)  # what root built into an image is loaded by the user who serves
             file.write(data)
         os.replace(temporary, path)
     except BaseException:

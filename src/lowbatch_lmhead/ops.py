@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, gate
 from .head import Head
 
 
@@ -60,9 +60,9 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
     weight = x if head.weight is None else head.weight  # x only where the head computes by itself
     if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
         raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
-    if out is not None and _needs_grad(x, head.weight, bias, out):
+    if out is not None and gate.requires_grad(x, head.weight, bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
-    if head.own is None and not _needs_grad(x, weight, bias) and not dispatch.autocast_is_on(x.device):
+    if head.own is None and not gate.requires_grad(x, weight, bias) and not gate.autocast_is_on(x.device):
         if out is None:
             logits: Tensor = project_op(x, weight, bias, out_dtype)
             return logits
@@ -75,8 +75,6 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
     else:
         result = F.linear(x, weight, bias)
     result = result if out_dtype is None else result.to(out_dtype)
+    if out is not None and (out.shape != result.shape or out.dtype != result.dtype):
+        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {result.dtype}")
     return result if out is None else out.copy_(result)
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from . import backends, devices, verify
 from .backends import Launch, Problem
-from .log import logger
+from .log import logger, warn_once
+
+# Errors that say nothing of the kernel: another call can go well.
+PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError)
 
 
 class PlanKey(NamedTuple):
@@ -67,22 +70,28 @@ class Plan:
         return None, None, tuple(reasons)
 
     def prepare(
-        self, rows: int, weight: Tensor, bias: Tensor | None, reference: verify.Reference | None = None
+        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
     ) -> Entry:
         """Compile, check and enter the first launch that is right for ``rows``; at once where that was done before.
 
-        ``reference`` is the weight's, for a caller that prepares many row counts.
+        ``references``, empty at first, lets a caller that prepares many row counts of one weight share its reference.
+        What could not be decided for want of memory, disk or a loaded weight is not entered: the next call tries again.
         """
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
                 with _on_device(self.key.device):
-                    entry = self._choose(rows, weight, bias, reference)
+                    entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
+                if not settled:
+                    return entry
                 self.entries[rows] = entry
                 self.table[rows] = entry.launch.call if entry.launch else False
             return entry
 
-    def _choose(self, rows: int, weight: Tensor, bias: Tensor | None, reference: verify.Reference | None) -> Entry:
+    def _choose(
+        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference]
+    ) -> tuple[Entry, bool]:
+        """The entry, and whether it holds for good."""
         problem = self.problem(rows)
         able, reasons = backends.candidates(problem)
         for backend in able:
@@ -90,12 +99,16 @@ class Plan:
                 known = (backend.name, str(tactic))
                 tried = self._tried.get(known)
                 if not isinstance(tried, str):
-                    tried = self._try(tried, backend, tactic, problem, weight, bias, reference)
+                    try:
+                        tried = self._try(tried, backend, tactic, problem, weight, bias, references)
+                    except PASSING as error:
+                        warn_once(f"the default GEMM serves for now: {type(error).__name__}: {_first_lines(error)}")
+                        return Entry(None, (*reasons, f"{backend.name} ({tactic}): {_first_lines(error)}")), False
                     self._tried[known] = tried
                 if isinstance(tried, Launch):
-                    return Entry(tried, tuple(reasons))
+                    return Entry(tried, tuple(reasons)), True
                 reasons.append(tried)
-        return Entry(None, tuple(reasons))
+        return Entry(None, tuple(reasons)), True
 
     def _try(
         self,
@@ -105,14 +118,18 @@ class Plan:
         problem: Problem,
         weight: Tensor,
         bias: Tensor | None,
-        reference: verify.Reference | None,
+        references: list[verify.Reference],
     ) -> Launch | str:
+        """A launch that is right, or why there is none; ``PASSING`` errors are raised."""
         try:
             launch = launch or backend.compile(problem, tactic)
-            reference = reference or verify.Reference(weight, bias, problem.rows)
-            wrong = reference.mistake(launch, weight, bias, problem.rows, problem.out_dtype)
+            if not references:
+                references.append(verify.Reference(weight, bias, problem.rows))
+            wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is None:
                 return launch
+        except PASSING:
+            raise
         except Exception as error:  # whatever a kernel's packages raise, the next in line serves
             wrong = f"{type(error).__name__}: {_first_lines(error)}"
         reason = f"{backend.name} ({tactic}): {wrong}"

@@ -51,7 +51,7 @@ class Reference:
                 raise ValueError("mismatched bias or devices")
             if bias is not None and (bias.shape != (problem.vocab,) or bias.dtype != problem.dtype):
                 raise ValueError(f"mismatched bias: {tuple(bias.shape)} {bias.dtype}")
-            total = torch.zeros(x.shape[0], problem.vocab)
+            total = torch.zeros(x.shape[0], problem.vocab, dtype=torch.float32, device=x.device)
             for x_part, weight_part in zip(x.chunk(self.splits, 1), weight.chunk(self.splits, 1)):
                 total += x_part.float() @ weight_part.float().t()
             if bias is not None:

@@ -27,10 +27,8 @@ def warm_head(
         if plan is None:
             return [gate.refused(first.reasons, 0)]
         last = min(max_rows or plan.max_rows, plan.max_rows)
-        reference = None
+        references: list[verify.Reference] = []
         for rows in range(1, last + 1):
-            if plan.entries[rows] is None:
-                reference = reference or verify.Reference(head.weight, head.bias, last)
-                plan.prepare(rows, head.weight, head.bias, reference)
+            plan.prepare(rows, head.weight, head.bias, references)
             step(rows, last)
         return [gate.decide_rows(plan, rows) for rows in range(1, last + 2)]

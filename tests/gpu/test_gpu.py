@@ -130,7 +130,7 @@ def test_direct_backend(rows, vocab, hidden):
     backend = next(b for b in backends.kernels() if b.name == "flashinfer direct")
     assert backend.supports(problem) is None
     launch = backend.compile(problem, backend.tactics(problem)[0])
-    assert verify.mistake(launch, weight, None, rows, BF16) is None
+    assert verify.Reference(weight, None, rows).mistake(launch, weight, None, rows, BF16) is None
     out = torch.full((rows, vocab), float("nan"), device="cuda", dtype=BF16)
     launch.call(weight, x, None, out)
     check(out, reference(x, weight))

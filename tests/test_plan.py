@@ -290,6 +290,25 @@ class TestMistake:
 
         assert "vocabulary row 1500" in mistake(self.launch(change), weight, None, self.ROWS, torch.float32)
 
+    def test_bias_that_bars_tokens(self, weight):
+        bias = torch.zeros(self.VOCAB).bfloat16()
+        bias[-3:] = -torch.inf
+        assert mistake(self.launch(lambda logits: None), weight, bias, self.ROWS, torch.bfloat16) is None
+
+    @pytest.mark.parametrize("what", ["x taken for compact", "a row too many", "a column too many"])
+    def test_memory_around(self, what, weight):
+        def call(weight, x, bias, out):
+            logits = x.float() @ weight.float().t()
+            if what == "x taken for compact":
+                logits = x.as_strided(x.shape, (x.shape[1], 1)).float() @ weight.float().t()
+            elif what == "a row too many":
+                out.as_strided((1, 1), (1, 1), out.storage_offset() + out.shape[0] * out.stride(0)).fill_(1)
+            else:
+                out.as_strided((1, 1), (1, 1), out.storage_offset() + out.shape[1]).fill_(1)
+            out.copy_(logits)
+
+        assert mistake(Launch(call, "test", "test"), weight, None, self.ROWS, torch.bfloat16) is not None
+
     def test_bias_alone_is_noticed_beside_a_large_bias(self, weight):
         bias = torch.full((self.VOCAB,), 500.0).bfloat16()
         launch = Launch(lambda weight, x, bias, out: out.copy_(bias.expand_as(out)), "test", "test")
@@ -453,6 +472,7 @@ class TestWarmup:
         assert first["rows"][0] == {
             "rows": 1,
             "taken": True,
+            "prepared": True,
             "backend": "reference",
             "tactic": "4 splits",
             "reasons": [],

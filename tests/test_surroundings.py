@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from conftest import assert_logits, inputs, linear
 from torch import nn
 
-from lowbatch_lmhead import Projection, bind, explain, objects, project, testing, warmup
+from lowbatch_lmhead import Projection, bind, devices, explain, objects, project, testing, verify, warmup
 from lowbatch_lmhead.backends import Launch
 
 
@@ -169,3 +169,29 @@ def test_a_kernel_that_others_can_write_is_not_loaded(tmp_path, monkeypatch, cap
     os.chmod(path, 0o666)
     assert objects.find(key) is None
     assert "can be written by another user" in caplog.text
+
+
+def test_more_rows_than_the_reference_has_at_least(monkeypatch):
+    monkeypatch.setattr(devices, "untuned_rows", lambda arch: 32)
+    with torch.no_grad(), testing.reference_backend():
+        report = warmup(linear())
+    assert [decision.taken for decision in report.heads[0].decisions] == [True] * 32 + [False]
+
+
+def test_a_weight_that_cannot_be_checked_is_looked_at_once(kernel, monkeypatch):
+    made, reference = [], verify.Reference.__init__
+
+    def counting(self, *arguments):
+        made.append(arguments)
+        reference(self, *arguments)
+
+    monkeypatch.setattr(verify.Reference, "__init__", counting)
+    head, x = linear(), inputs(3)
+    with torch.no_grad():
+        head.weight.zero_()
+        for _ in range(5):
+            project(head, x)
+        assert len(made) == 1
+        head.weight.normal_()
+        project(head, x)
+    assert explain(head, x).prepared

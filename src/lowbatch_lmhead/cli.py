@@ -610,13 +610,13 @@ def _ranges(rows: Sequence[int]) -> str:
 
 
 def _out_folder(folder: Path) -> Path:
-    """``folder``, made where it is missing, for its owner alone: code in it is run."""
+    """``folder``, made where it is missing; the user who serves reads it, its owner alone writes."""
     if os.pathsep in str(folder.absolute()):
         raise UsageError(
             f"--out {folder}: LOWBATCH_LMHEAD_OBJECTS cannot name a folder with {os.pathsep!r} in its path"
         )
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder} cannot be made: {error.strerror or error}") from None
     if not os.access(folder, os.W_OK | os.X_OK):

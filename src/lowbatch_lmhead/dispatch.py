@@ -123,7 +123,7 @@ class Dispatcher:
                             other = self._other(weight, bias, x)
                             if other is not None:
                                 return other
-            except (ValueError, TypeError, LookupError):
+            except (ValueError, TypeError, LookupError, AttributeError):
                 pass
             except RuntimeError:
                 if x.layout is torch.strided:

@@ -103,11 +103,13 @@ def find(key: Key) -> Path | None:
     for folder in folders():
         if _missing(folder):
             continue
+        with contextlib.suppress(OSError):  # distrust says why
+            folder = folder.resolve(strict=True)  # from here on that folder, should a link be turned meanwhile
         reason = distrust(folder)
         if reason:
             warn_once(f"no compiled kernel is loaded from {folder}: {reason}")
             continue
-        path = _read(folder.resolve(), key)  # what was looked at, should the name be a link that is turned
+        path = _read(folder, key)
         if path is not None:
             return path
     return None
@@ -143,6 +145,7 @@ def keep(key: Key, data: bytes) -> Path | None:
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve(strict=True)
         reason = distrust(folder)
         if reason is None:
             return write(folder, key, data)

@@ -70,8 +70,9 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
         return out
     if head.own is not None:
         result = head.own(x)
-    elif dtype != weight.dtype:
-        result = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    elif out_dtype is not None and out_dtype == torch.float32 and x.dtype == weight.dtype:
+        with torch.autocast(x.device.type, enabled=False):
+            result = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     else:
         result = F.linear(x, weight, bias)
     result = result if out_dtype is None else result.to(out_dtype)

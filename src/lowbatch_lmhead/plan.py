@@ -50,6 +50,7 @@ class Plan:
         # What serving looks up: the launch's function, False for the default GEMM, None while not prepared.
         self.table: list[Callable[..., Any] | Literal[False] | None] = [None] * (self.max_rows + 1)
         self._lock = threading.RLock()
+        self._unready: tuple[int, int] | None = None  # a weight that could not be checked with
         self._tried: dict[tuple[str, str], Launch | str] = {}  # a launch, or why it was dropped
 
     def problem(self, rows: int) -> Problem:
@@ -110,6 +111,18 @@ class Plan:
                 reasons.append(tried)
         return Entry(None, tuple(reasons)), True
 
+    def _reference(self, weight: Tensor, bias: Tensor | None) -> verify.Reference:
+        """The reference for all row counts of the plan; ``NotYet`` at once for a weight that had none and is unchanged."""
+        version = 0 if weight.is_inference() else weight._version
+        state = (weight.data_ptr(), version)
+        if state == self._unready:
+            raise verify.NotYet(verify.NOTHING)
+        try:
+            return verify.Reference(weight, bias, self.max_rows)
+        except verify.NotYet:
+            self._unready = None if weight.is_inference() else state
+            raise
+
     def _try(
         self,
         launch: Launch | None,
@@ -122,9 +135,10 @@ class Plan:
     ) -> Launch | str:
         """A launch that is right, or why there is none; ``PASSING`` errors are raised."""
         try:
-            launch = launch or backend.compile(problem, tactic)
             if not references:
-                references.append(verify.Reference(weight, bias, problem.rows))
+                references.append(self._reference(weight, bias))
+            if launch is None:
+                launch = self._tried[backend.name, str(tactic)] = backend.compile(problem, tactic)
             wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is None:
                 return launch

@@ -42,7 +42,8 @@ class HeadReport:
             if decision is self.decisions[-1] and not decision.taken and first == last and last > 1:
                 rows = f"{first}+ rows"
             name = f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
-            yield f"  {rows:<12}{name}"
+            unprepared = ", not compiled yet" if decision.taken and not decision.prepared else ""
+            yield f"  {rows:<12}{name}{unprepared}"
             for reason in decision.reasons:
                 yield f"  {'':<12}{'not ' if decision.taken else 'because '}{reason}"
 
@@ -79,6 +80,7 @@ class WarmupReport:
                         {
                             "rows": decision.rows,
                             "taken": decision.taken,
+                            "prepared": decision.prepared,
                             "backend": decision.backend,
                             "tactic": decision.tactic,
                             "reasons": list(decision.reasons),
@@ -103,10 +105,10 @@ class WarmupReport:
         """Warm each head, a weight that was met before only in the report, and time it all."""
         start, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
         reports: list[HeadReport] = []
-        done: dict[tuple[int, ...], list[Decision]] = {}
+        done: dict[tuple[Any, ...], list[Decision]] = {}
         for name, _, read in heads:
             weight = read.weight
-            same = (id(weight), id(read.bias)) if weight is not None else (id(read),)
+            same = (id(weight), id(read.bias), read.reasons) if weight is not None else (id(read),)
             if same not in done:
                 with _bar(name, progress) as step:
                     done[same] = warm(read, step)

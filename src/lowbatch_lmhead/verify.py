@@ -21,6 +21,9 @@ TOLERANCE = 1e-3
 SUMMATION = 1e-6
 
 
+NOTHING = "most of the weight is zero or not finite, so nothing can be compared yet"
+
+
 class NotYet(Exception):
     """The weight says too little to check a launch with: most of it is zero or not finite, as before it is loaded."""
 
@@ -48,9 +51,10 @@ class Reference:
             # What is not finite says nothing; a row of zeros says little.
             self._counts = self._tolerance.isfinite()
             if 2 * int((self._counts & (self._tolerance > 0)).sum()) < vocab:
-                raise NotYet("most of the weight is zero or not finite, so nothing can be compared yet")
+                raise NotYet(NOTHING)
             if bias is not None:
                 wide = bias.to(cpu, torch.float32)
+                self._counts &= wide.isfinite()  # -inf bars a padding token
                 self._logits += wide
                 self._tolerance += wide.abs() * SUMMATION
             self._tolerance += torch.finfo(torch.float32).tiny
@@ -60,13 +64,21 @@ class Reference:
     ) -> str | None:
         """What is wrong with ``launch`` on the first ``rows`` rows, or None. What it raises is raised.
 
-        Every logit is compared, the ends of the vocabulary included, in an output that was filled with NaN.
+        Every logit is compared, the ends of the vocabulary included. Rows of x and of the output lie apart, and what lies
+        between and behind them in the output, NaN as all of it was before, has to stay as it is.
         """
+        vocab, hidden = weight.shape
         with _plainly(weight):
-            poison = torch.full((rows, weight.shape[0]), float("nan"), dtype=out_dtype, device="cpu")
-            out = poison.to(weight.device, copy=True)
-            launch.call(weight, self.x[:rows], bias, out)
-            got = out.to("cpu", torch.float32)
+            # A launch may ask for rows of x that are a multiple of 16 bytes apart.
+            spread = self.x.new_empty((rows, hidden + 8 + -hidden % 8))
+            x = spread[:, :hidden].copy_(self.x[:rows])
+            around = torch.full((rows + 1, vocab + 1), float("nan"), dtype=out_dtype, device="cpu")
+            around = around.to(weight.device, copy=True)
+            launch.call(weight, x, bias, around[:rows, :vocab])
+            around = around.to("cpu", torch.float32)
+        if not (around[rows].isnan().all() and around[:, vocab].isnan().all()):
+            return "it writes outside of its output"
+        got = around[:rows, :vocab]
         expected = self._logits[:rows]
         rounding = 0.0 if out_dtype is torch.float32 else torch.finfo(out_dtype).eps / 2
         allowed = expected.abs().mul_(rounding).add_(self._tolerance)

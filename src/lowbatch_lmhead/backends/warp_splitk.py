@@ -66,8 +66,8 @@ def default_tactic(problem: Problem) -> Tactic:
     """The tactic for an untuned launch.
 
     SM90: fitted to sweeps of 16 heads on an H200 at 1, 8 and 16 rows (benchmarks/results/h200/sweep.json): many small CTAs
-    per SM (short rings, k_tile 128) beat few deep ones. An output tile of 16 is up to 2 % quicker still for most addresses of
-    x and 8 % slower for others (writes.json beside it): each CTA reads all of x, so that its lines in L2 are twice as busy.
+    per SM (short rings, k_tile 128) beat few deep ones. An output tile of 16 is up to 2 % quicker still for most addresses
+    of x and 8 % slower for others (writes.json beside it): each CTA reads all of x, and twice as many do.
     SM100 and SM103: FlashInfer's own choice, measured on B200 and B300, which could not be had here. SM120: what two CTAs
     per SM leave room for.
     """

@@ -195,3 +195,13 @@ def test_a_weight_that_cannot_be_checked_is_looked_at_once(kernel, monkeypatch):
         head.weight.normal_()
         project(head, x)
     assert explain(head, x).prepared
+
+
+def test_compiled_forward_mode_transform(kernel):
+    head, x, tangent = linear(dtype=torch.float32).requires_grad_(False), inputs(3, dtype=torch.float32), inputs(3)
+
+    @torch.compile(backend="aot_eager")
+    def push(x, tangent):
+        return torch.func.jvp(lambda x: project(head, x), (x,), (tangent,))[1]
+
+    torch.testing.assert_close(push(x, tangent.float()), tangent.float() @ head.weight.t())

@@ -62,7 +62,9 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
         raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
     if out is not None and gate.requires_grad(x, head.weight, bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
-    if head.own is None and not gate.requires_grad(x, weight, bias) and not gate.autocast_is_on(x.device):
+    # A functorch transform, like autograd, has to see the product itself: the operators have no rule for it.
+    seen_through = gate.requires_grad(x, weight, bias) or gate.functorch_level() is not None
+    if head.own is None and not seen_through and not gate.autocast_is_on(x.device):
         if out is None:
             logits: Tensor = project_op(x, weight, bias, out_dtype)
             return logits

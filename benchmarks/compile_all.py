@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lowbatch_lmhead import backends, devices, elf, objects
+from lowbatch_lmhead import __version__, backends, devices, elf, objects
 from lowbatch_lmhead.backends import Problem
 from lowbatch_lmhead.backends.compiling import CompiledBackend
+from lowbatch_lmhead.backends.flashinfer import version
 
 HEADS = json.loads(Path(__file__).with_name("heads.json").read_text())
 
@@ -74,7 +75,10 @@ def main() -> None:
             print(f"{arch} {head['model']:<20} {len(done)} launches [{time.time() - begin:.0f} s]", flush=True)
     print(f"{len(compiled)} compiled, {len(failed)} failed", *failed, sep="\n")
     if arguments.json:
-        arguments.json.write_text("[\n " + ",\n ".join(json.dumps(row) for row in compiled) + "\n]\n")
+        versions = {name: version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl")}
+        head = json.dumps({"lowbatch-lmhead": __version__, **versions})
+        rows = ",\n  ".join(json.dumps(row) for row in compiled)
+        arguments.json.write_text(f'{{"versions": {head},\n "launches": [\n  {rows}\n ]}}\n')
     raise SystemExit(1 if failed else 0)
 
 

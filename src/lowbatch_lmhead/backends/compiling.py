@@ -76,9 +76,7 @@ class CompiledBackend(ABC):
         if found is not None:
             try:
                 launch = Launch(_load(found), self.name, str(tactic))
-            except (
-                Exception
-            ) as error:  # whatever the loader raises for a library that is whole but not for this machine
+            except Exception as error:  # whatever the loader raises for a whole library of another machine
                 logger.warning("%s is compiled again: it cannot be loaded (%s)", found, error)
             else:
                 objects.counts.loaded += 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbatch_lmhead import backends, cli, devices, objects, testing
+from lowbatch_lmhead import backends, cli, cli_cache, devices, objects, testing
 from lowbatch_lmhead.backends import flashinfer
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
+from lowbatch_lmhead.plan import Plan, PlanKey
+from lowbatch_lmhead.tuning import cache, tune
 
 HEAD = ["--vocab", "4096", "--hidden", "1024"]
 needs_compiler = pytest.mark.skipif(
@@ -384,3 +389,381 @@ def test_as_a_module():
     assert done.returncode == 2
     assert "sm_80" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- cache ----------------------------------------------------------------------------------------------------------
+
+KERNEL = {"backend": "b", "tactic": "t", "arch": "sm_90a", "vocab": 4096, "hidden": 1024, "out_dtype": "bfloat16"}
+LIBRARY = b"library" * 100_000  # 0.7 MB
+
+
+def tuned_key(**changes):
+    head = {"gpu": "NVIDIA H200", "arch": "sm_90a", "vocab": 128256, "hidden": 4096}
+    types = {"dtype": "bfloat16", "out_dtype": "float32", "bias": False}
+    return {**head, **types, **cli_cache._installed(), **changes}
+
+
+def rows(*counts):
+    return {"rows": [{"rows": count, "backend": "b", "tactic": None, "us": 1.0} for count in counts]}
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> SimpleNamespace:
+    """A cache folder with two compiled kernels and two tuned heads."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for tactic in ("t", "u"):
+        objects.write(folder, {**KERNEL, "tactic": tactic}, LIBRARY)
+    tuned = folder / "tuned"
+    cache.save(tuned, tuned_key(), rows(*range(1, 33)))
+    cache.save(tuned, tuned_key(gpu="NVIDIA B200", vocab=50257, bias=True, torch="1.2.3"), rows(1))
+    return SimpleNamespace(folder=folder, tuned=tuned)
+
+
+def kernels_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix in (".so", ".json"))
+
+
+def cells(line):
+    return [cell for cell in line.split("  ") if cell]
+
+
+def answer(monkeypatch, text, terminal=True):
+    """``text`` on stdin, which is a terminal."""
+    stdin = io.StringIO(text)
+    stdin.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_cache_list(capsys, kept):
+    for path in kept.tuned.iterdir():
+        os.utime(path, (time.time() - 3 * 3600,) * 2)
+    done = run(capsys, "cache", "list")
+    assert done.status == 0
+    lines = [line.strip() for line in done.out.splitlines()]
+    assert lines[0] == f"Cache folder: {kept.folder}"
+    assert lines[1] == "Compiled kernels: 2, 1.4 MB"
+    assert lines[2] == "Tuned heads: 2"
+    assert cells(lines[3]) == ["GPU", "vocab x hidden", "types", "bias", "rows", "age", "versions"]
+    assert [[cell.strip() for cell in cells(line)] for line in lines[4:6]] == [
+        ["NVIDIA B200", "50257x4096", "bfloat16 -> float32", "yes", "1", "3 h", "other: torch 1.2.3"],
+        ["NVIDIA H200", "128256x4096", "bfloat16 -> float32", "no", "1-32", "3 h", "as installed"],
+    ]
+    assert lines[6].startswith(f"installed: lowbatch-lmhead {cli.__version__}, torch {torch.__version__}, ")
+    assert lines[7:] == ["An entry for other versions than the installed is not used."]
+
+
+def test_cache_list_json(capsys, kept):
+    done = run(capsys, "cache", "list", "--json")
+    report = json.loads(done.out)
+    assert done.status == 0
+    assert report["folder"] == str(kept.folder)
+    assert report["exists"] is True
+    assert report["problems"] == []
+    assert report["kernels"]["count"] == 2
+    assert report["kernels"]["bytes"] == sum((kept.folder / name).stat().st_size for name in kernels_in(kept.folder))
+    assert report["installed"]["torch"] == torch.__version__
+    other, installed = report["tuned"]
+    assert installed["key"] == tuned_key()
+    assert installed["content"] == rows(*range(1, 33))
+    assert installed["other_versions"] == {}
+    assert other["other_versions"] == {"torch": "1.2.3"}
+    for one in report["tuned"]:
+        info = Path(one["file"]).stat()
+        assert (one["bytes"], one["modified"]) == (info.st_size, info.st_mtime)
+
+
+def test_cache_list_compares_what_autotune_writes():
+    size = (4096, 1024, torch.bfloat16, torch.float32, False)
+    key = tune.cache_key(Plan(PlanKey(torch.device("cpu"), *size), "sm_90a"))
+    installed = cli_cache._installed()
+    assert installed == {name: key[name] for name in installed}
+    assert set(key) - set(installed) >= {"gpu", "arch", "vocab", "hidden", "dtype", "out_dtype", "bias"}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_cache_list_of_nothing(capsys, tmp_path, exists):
+    if exists:
+        (tmp_path / "cache").mkdir()
+    out = run(capsys, "cache", "list").out
+    there = "" if exists else " (not there yet)"
+    assert out == f"Cache folder: {tmp_path / 'cache'}{there}\nCompiled kernels: 0, 0.0 MB\nTuned heads: 0\n"
+    assert (tmp_path / "cache").exists() == exists
+    assert json.loads(run(capsys, "cache", "list", "--json").out)["exists"] == exists
+
+
+def test_cache_list_of_another_folder(capsys, tmp_path, monkeypatch, kept):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOWBATCH_LMHEAD_CACHE", str(tmp_path / "none"))
+    assert "Tuned heads: 0" in run(capsys, "cache", "list").out
+    for named in (str(kept.folder), "~/cache"):
+        assert "Tuned heads: 2" in run(capsys, "cache", "list", "--dir", named).out
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["clear", "--yes"]])
+def test_cache_without_a_home_folder(capsys, monkeypatch, command):
+    monkeypatch.setattr(objects, "cache_folder", lambda: None)
+    done = run(capsys, "cache", *command)
+    assert done.status == 0
+    assert "there is no home folder" in done.out
+
+
+CONTENTS = [
+    {},
+    {"rows": None},
+    {"rows": 5},
+    {"rows": []},
+    {"rows": [None, 1, "x", [], {}]},
+    {"rows": [{"rows": None}, {"rows": "1"}, {"rows": True}, {"rows": [1]}, {"rows": 1.5}]},
+    {"rows": {"rows": 1}},
+    {"rows": [{"rows": 10**300}, {"rows": -(10**300)}]},
+    {"rows": rows(1, 2)["rows"], "more": "\ud800"},
+]
+KEYS = [
+    {},
+    {"gpu": None, "vocab": [], "bias": "yes", "torch": {"a": 1}, "cuda": True},
+    {"gpu": "\x1b[2J\x07\r\n\ud800\u202e", "dtype": "x" * 100_000},
+    {"gpu": {"deep": [[[["x"]]]]}, "hidden": 1e300, "out_dtype": ["a"], "lowbatch-lmhead": ["\n"]},
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("key", KEYS)
+def test_cache_list_copes_with_any_content(capsys, tmp_path, key, content):
+    cache.save(tmp_path / "cache" / "tuned", key, content)
+    done = run(capsys, "cache", "list")
+    lines = done.out.splitlines()
+    assert done.status == 0
+    assert len(lines) == 7
+    assert all(line.isprintable() and len(line) < 1500 for line in lines)
+    assert "other: no " in lines[4] or "other: lowbatch-lmhead [" in lines[4]
+    report = json.loads(run(capsys, "cache", "list", "--json").out)
+    assert [(one["key"], one["content"]) for one in report["tuned"]] == [(key, content)]
+
+
+def test_cache_list_says_which_file_cannot_be_read(capsys, kept):
+    for path in kept.tuned.glob("*H200*"):
+        path.write_text("{")
+    out = run(capsys, "cache", "list").out
+    assert "Tuned heads: 1\n" in out
+    assert f"  {path.name} cannot be read, and is not used" in out
+    broken = json.loads(run(capsys, "cache", "list", "--json").out)["tuned"][1]
+    assert (broken["key"], broken["content"], broken["other_versions"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("part", ["folder", "tuned"])
+def test_cache_list_says_which_folder_cannot_be_read(capsys, monkeypatch, kept, part):
+    refused = getattr(kept, part)
+
+    def refuse(real):
+        def call(path):
+            if Path(path) == refused:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path)
+
+        return call
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    done = run(capsys, "cache", "list")
+    assert done.status == 0
+    assert f"  {refused} cannot be read: Permission denied\n" in done.out
+    assert f"Tuned heads: {2 if part == 'folder' else 0}" in done.out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-50, "0 s"), (59.9, "59 s"), (60, "1 min"), (3600, "1 h"), (47 * 3600, "47 h"), (48 * 3600, "2 days")],
+)
+def test_ages(seconds, said):
+    assert cli_cache._age(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("flags", "gone"),
+    [([], "both"), (["--tuned", "--kernels"], "both"), (["--tuned"], "tuned"), (["--kernels"], "kernels")],
+)
+def test_cache_clear(capsys, kept, flags, gone):
+    kernels, tuned = kernels_in(kept.folder), sorted(kept.tuned.iterdir())
+    assert (len(kernels), len(tuned)) == (4, 2)
+    done = run(capsys, "cache", "clear", *flags, "--yes")
+    assert done.status == 0
+    assert done.err == ""
+    said = {"kernels": "2 compiled kernels (1.4 MB)", "tuned": "the tuned choices of 2 heads"}
+    assert done.out == f"Removed {', '.join(said.values()) if gone == 'both' else said[gone]} from {kept.folder}.\n"
+    assert kernels_in(kept.folder) == (kernels if gone == "tuned" else [])
+    assert sorted(kept.tuned.iterdir()) == (tuned if gone == "kernels" else [])
+    done = run(capsys, "cache", "clear", *flags, "--yes")
+    assert (done.status, done.out) == (0, f"Nothing was removed from {kept.folder}.\n")
+
+
+def test_cache_clear_of_another_folder(capsys, tmp_path, monkeypatch, kept):
+    monkeypatch.setenv("LOWBATCH_LMHEAD_CACHE", str(tmp_path / "none"))
+    assert "Nothing was removed" in run(capsys, "cache", "clear", "--yes").out
+    assert len(kernels_in(kept.folder)) == 4
+    assert "Removed 2 compiled" in run(capsys, "cache", "clear", "--yes", "--dir", str(kept.folder)).out
+    assert kernels_in(kept.folder) == []
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("text", ["y\n", "YES\n", " yes \n"])
+def test_cache_clear_asks_and_is_told_yes(capsys, monkeypatch, kept, text):
+    answer(monkeypatch, text)
+    done = run(capsys, "cache", "clear")
+    assert done.status == 0
+    what = f"2 compiled kernels (1.4 MB), the tuned choices of 2 heads from {kept.folder}"
+    assert done.err == f"Remove {what}? [y/N] "
+    assert done.out == f"Removed {what}.\n"
+    assert kernels_in(kept.folder) == []
+
+
+@pytest.mark.parametrize("text", ["n\n", "\n", "", "yesterday\n", "no\ny\n"])
+def test_cache_clear_asks_and_is_not_told_yes(capsys, monkeypatch, kept, text):
+    answer(monkeypatch, text)
+    before = sorted(kept.folder.rglob("*"))
+    done = run(capsys, "cache", "clear")
+    assert (done.status, done.out) == (1, "Nothing was removed.\n")
+    assert sorted(kept.folder.rglob("*")) == before
+
+
+def test_cache_clear_of_nothing_does_not_ask(capsys, monkeypatch, tmp_path):
+    answer(monkeypatch, "")
+    done = run(capsys, "cache", "clear")
+    assert (done.status, done.out, done.err) == (0, f"Nothing was removed from {tmp_path / 'cache'}.\n", "")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_cache_clear_without_a_terminal_takes_yes(capsys, monkeypatch, kept, closed):
+    answer(monkeypatch, "y\n", terminal=False)
+    if closed:
+        monkeypatch.setattr(sys, "stdin", None)
+    before = sorted(kept.folder.rglob("*"))
+    assert "stdin is no terminal on which to ask; --yes removes without asking" in refused(capsys, "cache", "clear")
+    assert sorted(kept.folder.rglob("*")) == before
+    assert run(capsys, "cache", "clear", "--yes").status == 0
+    assert kernels_in(kept.folder) == []
+
+
+def test_cache_clear_leaves_other_files(capsys, tmp_path, kept):
+    outside = tmp_path / f"outside-{'0' * 16}.tuned.json"
+    outside.write_text("{}")
+    digest, library = "0" * 16, f"{'0' * 16}-{'0' * 8}.so"
+    for folder in (kept.folder, kept.tuned):
+        for name in ("model.json", "libfoo.so", f"foo-{digest}.so", f"foo-{digest}.json", "weights.tmp", ".a.tmp"):
+            (folder / name).write_text('{"key": 1, "file": 2}')
+        (folder / f"link-{digest}.tuned.json").symlink_to(outside)
+        (folder / f"link-{library}").symlink_to(outside)
+        (folder / f"folder-{library}").mkdir()
+        (folder / "more").mkdir()
+        objects.write(folder / "more", KERNEL, LIBRARY)
+        cache.save(folder / "more", tuned_key(), {})
+    ours = [path for path in kept.folder.iterdir() if path.name.startswith("b-sm_90a-")]
+    ours += [path for path in kept.tuned.iterdir() if path.name.startswith("NVIDIA-")]
+    assert len(ours) == 6
+    before = set(kept.folder.rglob("*"))
+    done = run(capsys, "cache", "clear", "--yes")
+    assert done.status == 0
+    assert set(kept.folder.rglob("*")) == before - set(ours)
+    assert outside.exists()
+
+
+def test_cache_clear_removes_damaged_ones(capsys, kept):
+    for path in [*kept.folder.glob("*.json"), *kept.tuned.iterdir()]:
+        path.write_text("{")
+    assert run(capsys, "cache", "clear", "--yes").status == 0
+    assert kernels_in(kept.folder) == []
+    assert list(kept.tuned.iterdir()) == []
+
+
+def test_cache_clear_removes_an_entry_without_its_library(capsys, kept):
+    for path in kept.folder.glob("*.so"):
+        path.unlink()
+    run(capsys, "cache", "clear", "--yes")
+    assert kernels_in(kept.folder) == []
+
+
+def test_cache_clear_removes_left_over_files(capsys, monkeypatch, kept):
+    run(capsys, "cache", "clear", "--yes")
+    old = time.time() - 2 * objects.LEFT_OVER_S
+    for folder in (kept.folder, kept.tuned):
+        for name in ("old", "new"):
+            (folder / f".lowbatch-lmhead-{name}.tmp").touch()
+        os.utime(folder / ".lowbatch-lmhead-old.tmp", (old, old))
+    answer(monkeypatch, "n\n")
+    assert run(capsys, "cache", "clear").status == 1, "also these are asked for"
+    assert run(capsys, "cache", "clear", "--yes").out.startswith("Removed 2 left-over temporary files from ")
+    for folder in (kept.folder, kept.tuned):
+        assert [path.name for path in folder.glob(".*")] == [".lowbatch-lmhead-new.tmp"]
+
+
+def test_cache_clear_does_not_follow_a_link_out_of_the_folder(capsys, tmp_path, kept):
+    elsewhere = tmp_path / "elsewhere"
+    kept.tuned.rename(elsewhere)
+    kept.tuned.symlink_to(elsewhere)
+    assert "Tuned heads: 2" in run(capsys, "cache", "list").out
+    done = run(capsys, "cache", "clear", "--yes")
+    assert done.status == 1
+    assert done.err == f"{kept.tuned} is a link to another folder, which is left as it is\n"
+    assert done.out == f"Removed 2 compiled kernels (1.4 MB) from {kept.folder}.\n"
+    assert kept.tuned.is_symlink()
+    assert len(list(elsewhere.iterdir())) == 2
+    assert run(capsys, "cache", "clear", "--kernels", "--yes").status == 0
+
+
+def test_cache_clear_of_a_folder_that_a_link_names(capsys, monkeypatch, tmp_path, kept):
+    (tmp_path / "link").symlink_to(kept.folder)
+    monkeypatch.setenv("LOWBATCH_LMHEAD_CACHE", str(tmp_path / "link"))
+    assert run(capsys, "cache", "clear", "--yes").status == 0
+    assert kernels_in(kept.folder) == []
+
+
+@pytest.mark.parametrize("flags", [[], ["--tuned"], ["--kernels"]])
+@pytest.mark.parametrize("part", ["folder", "tuned", "link", "--dir"])
+def test_cache_clear_leaves_given_folders(capsys, monkeypatch, tmp_path, kept, part, flags):
+    given = kept.tuned if part == "tuned" else kept.folder
+    if part == "link":
+        given = tmp_path / "link"
+        given.symlink_to(kept.folder)
+    monkeypatch.setenv("LOWBATCH_LMHEAD_OBJECTS", f"{tmp_path / 'missing'}:{given}")
+    if part == "--dir":
+        monkeypatch.setenv("LOWBATCH_LMHEAD_CACHE", str(tmp_path / "mine"))
+        flags = [*flags, "--dir", str(kept.folder)]
+    before = sorted(kept.folder.rglob("*"))
+    said = refused(capsys, "cache", "clear", "--yes", *flags)
+    assert f"nothing is removed from {kept.tuned if part == 'tuned' else kept.folder}: it is one of" in said
+    assert sorted(kept.folder.rglob("*")) == before
+
+
+def test_cache_clear_says_what_could_not_be_removed(capsys, monkeypatch, kept):
+    (library, _), (head, _) = sorted(kept.folder.glob("*.so")), sorted(kept.tuned.iterdir())
+
+    def unlink(path, *arguments, real=os.unlink, **named):
+        if Path(path) in (library, head):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    done = run(capsys, "cache", "clear", "--yes")
+    assert done.status == 1
+    assert done.out == f"Removed 1 compiled kernel (0.7 MB), the tuned choices of 1 head from {kept.folder}.\n"
+    assert done.err.splitlines() == [f"{path}: Operation not permitted" for path in (library, head)]
+    assert [path.name for path in (library, head)] == kernels_in(kept.folder) + kernels_in(kept.tuned)
+
+
+def test_a_kernel_loses_its_entry_first(kept):
+    """Another process never finds an entry without its library."""
+    assert [path.suffix for path in objects.kept_files(kept.folder)] == [".json", ".json", ".so", ".so"]
+
+
+@pytest.mark.parametrize("command", ["list", "clear"])
+def test_cache_folder_that_is_none(capsys, monkeypatch, tmp_path, command):
+    (tmp_path / "file").touch()
+    assert "is no folder" in refused(capsys, "cache", command, "--dir", str(tmp_path / "file"))
+    assert "--dir '' names no folder" in refused(capsys, "cache", command, "--dir", "")
+    assert "no such home folder" in refused(capsys, "cache", command, "--dir", "~nobody-of-this-name/cache")
+    monkeypatch.setenv("LOWBATCH_LMHEAD_CACHE", str(tmp_path / "file"))
+    assert "is no folder" in refused(capsys, "cache", command)
+
+
+def test_cache_takes_an_action(capsys):
+    assert "action" in refused(capsys, "cache")

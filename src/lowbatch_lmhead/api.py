@@ -1,7 +1,10 @@
-"""The front door: ``project`` and ``bind`` to compute, ``applies`` and ``explain`` to ask, ``warmup`` to prepare."""
+"""The front door: ``project`` and ``bind`` to compute, ``applies`` and ``explain`` to ask, ``warmup`` and ``autotune`` to
+prepare.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,8 +12,9 @@ from torch import Tensor
 
 from . import dispatch, gate
 from .gate import Decision
-from .head import HeadLike, find_heads, read_head
+from .head import Head, HeadLike, find_heads, read_head
 from .report import WarmupReport
+from .tuning import TuningReport
 from .warming import warm_head
 
 _is_compiling = torch.compiler.is_compiling
@@ -135,8 +139,65 @@ def warmup(
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
+    heads = _heads(model_or_head, out_dtype)
+    return WarmupReport.collect(heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar), progress)
+
+
+def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str, Any, Head]]:
     heads = [(name, head, read_head(head)) for name, head in find_heads(model_or_head)]
     for _, _, read in heads:
         if read.weight is not None:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
-    return WarmupReport.collect(heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar), progress)
+    return heads
+
+
+def autotune(
+    model_or_head: Any,
+    *,
+    max_rows: int = 32,
+    out_dtype: torch.dtype | None = None,
+    cache: bool | str | os.PathLike[str] = True,
+    refresh: bool = False,
+    process_group: Any = None,
+    budget_s: float = 30.0,
+    progress: bool | None = None,
+) -> TuningReport:
+    """Measure which kernel serves which row count fastest, and let it serve; ``project`` never compiles after this.
+
+    Every launch that could serve is timed beside the default GEMM on the head's own weight, read from memory. One serves
+    where it is quicker by more than the noise, and right. The choice is kept on disk, so that the next process only loads
+    it. A call for what is tuned already returns at once. Nothing else should run on the GPU meanwhile.
+
+    Args:
+        model_or_head: as for ``warmup``.
+        max_rows: tune row counts 1 to max_rows, at most 128. More rows stay with the default GEMM.
+        out_dtype: tune for this ``out_dtype`` of ``project``.
+        cache: the folder in which choices are kept, True for the user's cache folder (``LOWBATCH_LMHEAD_CACHE``, else
+            ``$XDG_CACHE_HOME/lowbatch-lmhead``, else ``~/.cache/lowbatch-lmhead``), False for none.
+        refresh: measure anew, whatever is in the cache.
+        process_group: a torch.distributed group whose ranks hold shards of the same shape and all call this with the
+            same arguments. They choose alike, by the slowest rank's times; where one fails or stays away, all of them
+            end up as ``warmup`` would leave them.
+        budget_s: seconds for one head after which the best so far serves; 0 takes a choice from the cache and
+            measures nothing.
+        progress: a progress bar on stderr; None for one where stderr is a terminal.
+
+    Returns:
+        What serves each row count, with times and the fraction of the read limit. It prints as a table.
+
+    Raises:
+        ValueError: no head was found, an argument is not as above, a CUDA graph is being captured, or the ranks' heads
+            differ. No rank has changed anything then.
+    """
+    from .tuning import tune
+
+    return tune.autotune(
+        lambda: _heads(model_or_head, out_dtype),
+        max_rows=max_rows,
+        out_dtype=out_dtype,
+        cache=cache,
+        refresh=refresh,
+        process_group=process_group,
+        budget_s=budget_s,
+        progress=progress,
+    )

@@ -1,8 +1,10 @@
-"""The command line ``lowbatch-lmhead``: what runs here, what would serve a head, and compiling without a GPU.
+"""The command line ``lowbatch-lmhead``: what runs here, what would serve a head, what is kept, compiling without a GPU.
 
     lowbatch-lmhead doctor
     lowbatch-lmhead explain --vocab 128256 --hidden 4096 --rows 8
+    lowbatch-lmhead tune --model llama-3.1-8b --tp 8
     lowbatch-lmhead compile --arch sm_90a --vocab 128256 --hidden 4096 --out kernels
+    lowbatch-lmhead cache list
 
 What serves is asked of the gate, the plan and the backends, as serving asks them; nothing is decided here.
 """
@@ -25,8 +27,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from . import backends, devices, dispatch, elf, gate, objects
+from . import backends, cli_cache, devices, dispatch, elf, gate, objects
 from ._version import __version__
+from .api import autotune
 from .backends import Backend, Problem, flashinfer
 from .backends.base import dtype_name
 from .backends.compiling import CompiledBackend
@@ -101,10 +104,41 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--arch", choices=list(devices.ARCHITECTURES), help="instead of the GPU's that is here")
     explain.set_defaults(command=_explain, parser=explain)
 
+    tune = commands.add_parser("tune", help="measure what serves a head fastest on this GPU, and keep it for autotune")
+    _add_size(tune, required=False)
+    _add_model(tune)
+    tune.add_argument("--tp", type=_size, default=1, metavar="N", help="the head is split over N GPUs: one rank's part")
+    tune.add_argument("--pad", type=_size, metavar="M", help="the vocabulary is padded to a multiple of M first, as engines"
+                      " do; default: 64 with --tp above 1, else 1")  # fmt: skip
+    tune.add_argument("--rows", type=_size, default=32, metavar="M", help="row counts 1 to M (32)")
+    _add_types(tune)
+    tune.add_argument("--budget", type=float, default=30.0, metavar="S", help="seconds for each head (30)")
+    tune.add_argument("--again", action="store_true", help="measure what is in the cache already, too")
+    tune.add_argument("--dir", type=Path, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads")
+    tune.add_argument("--json", action="store_true", help="print the report as JSON")
+    tune.set_defaults(command=_tune, parser=tune)
+
     compile_ = commands.add_parser("compile", help="compile what warmup would prepare; needs no GPU")
     compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
     _add_size(compile_, required=False)
-    compile_.add_argument(
+    _add_model(compile_)
+    compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
+    _add_types(compile_)
+    compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
+    compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
+    compile_.set_defaults(command=_compile, parser=compile_)
+
+    cli_cache.add_to(commands)
+    return parser
+
+
+def _add_size(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument("--vocab", type=_size, required=required, metavar="N", help="rows of the weight")
+    parser.add_argument("--hidden", type=_size, required=required, metavar="K", help="columns of the weight")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--model",
         action="append",
         default=[],
@@ -112,17 +146,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the head of a model instead of --vocab and --hidden: a config.json, a folder with one, or one of "
         f"{', '.join(MODELS)}. Can be repeated. Engines may pad a vocabulary or split it over GPUs: then give --vocab",
     )
-    compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
-    _add_types(compile_)
-    compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
-    compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
-    compile_.set_defaults(command=_compile, parser=compile_)
-    return parser
-
-
-def _add_size(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("--vocab", type=_size, required=required, metavar="N", help="rows of the weight")
-    parser.add_argument("--hidden", type=_size, required=required, metavar="K", help="columns of the weight")
 
 
 def _add_types(parser: argparse.ArgumentParser) -> None:
@@ -437,6 +460,49 @@ def _print_decision(where: str, decision: Decision) -> None:
     print(f"{where}: {_name(decision)}")
     for reason in decision.reasons:
         print(f"  {'not ' if decision.taken else 'because '}{reason}")
+
+
+# --- tune ------------------------------------------------------------------------------------------------------------
+
+
+def _tune(args: argparse.Namespace) -> int:
+    types, sizes = _types(args), [(name, _shard(size, args)) for name, size in _sizes(args)]
+    device, where = _here()
+    if devices.architecture(device) not in devices.ARCHITECTURES:
+        print(f"tuning measures on a GPU that kernels are made for; {where}: there is none", file=sys.stderr)
+        return 1
+    reports = []
+    for name, size in sizes:
+        with torch.no_grad():
+            weight = torch.randn(size, dtype=types.dtype, device=device).mul_(size.hidden**-0.5)
+            bias = torch.randn(size.vocab, dtype=types.dtype, device=device) if types.bias else None
+        try:
+            report = autotune(
+                (weight, bias),
+                max_rows=args.rows,
+                out_dtype=types.out_dtype,
+                cache=args.dir or True,
+                refresh=args.again,
+                budget_s=args.budget,
+                progress=False if args.json else None,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        reports.append({"model": name or None, **report.to_dict()})
+        if not args.json:
+            print(f"{name or 'head'} on {where}\n{report}\n", flush=True)
+    if args.json:
+        print(json.dumps(reports, indent=1))
+    return 0 if all(head["source"] != "not tuned" for report in reports for head in report["heads"]) else 1
+
+
+def _shard(size: Size, args: argparse.Namespace) -> Size:
+    """One rank's part of the head."""
+    pad = args.pad or (64 if args.tp > 1 else 1)
+    padded = -(-size.vocab // pad) * pad
+    if padded % args.tp:
+        raise UsageError(f"--tp {args.tp} does not divide a vocabulary of {padded}; --pad {args.tp} would make it")
+    return Size(padded // args.tp, size.hidden)
 
 
 # --- compile ---------------------------------------------------------------------------------------------------------

@@ -398,11 +398,9 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
         assert head.weight is not None
         weight, bias = head.weight, head.bias
         plain = is_plain(weight) and x.layout is torch.strided and not gate.autocast_is_on(x.device)
-        if out is not None and plain and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
-            if dtype == weight.dtype:
-                return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-            if bias is None and default_gemm.mm_writes_float32(x, weight):
-                return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        written = dtype == weight.dtype or default_gemm.mm_writes_float32(x, weight)
+        if out is not None and plain and written and x.dim() == 2 and out.is_contiguous() and x.shape[0]:
+            return default_gemm.write_logits(x, weight, bias, out)
         if x.dtype == weight.dtype and out_dtype is not None and is_plain(weight):
             with torch.autocast(x.device.type, enabled=False) if not plain else contextlib.nullcontext():
                 result = default_gemm.logits(x, weight, bias, out_dtype)

@@ -27,6 +27,8 @@ import re
 import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,15 @@ from typing import Any
 from .log import logger, warn_once
 
 Key = dict[str, Any]
+
+TEMPORARY = (".lowbatch-lmhead-", ".tmp")  # the beginning and the end of a temporary file's name
+LEFT_OVER_S = 60.0  # a temporary file of this age is nobody's any more: writing one takes milliseconds
+MOST_ENTRY_BYTES = 1 << 20  # of a JSON file that can be an entry; they have about 600
+
+# What ``stem`` makes and ``write`` adds to it.
+_ENTRY = re.compile(r"[A-Za-z0-9_.-]+-[0-9a-f]{16}\.json")
+_LIBRARY = re.compile(r"[A-Za-z0-9_.-]+-[0-9a-f]{16}-[0-9a-f]{8}\.so")
+_TEMPORARY = re.compile(re.escape(TEMPORARY[0]) + ".+" + re.escape(TEMPORARY[1]))
 
 
 @dataclass
@@ -144,7 +155,7 @@ def keep(key: Key, data: bytes) -> Path | None:
         warn_once("compiled kernels are not kept: there is no home folder; set LOWBATCH_LMHEAD_CACHE to a folder")
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         folder = folder.resolve(strict=True)
         reason = distrust(folder)
         if reason is None:
@@ -159,22 +170,94 @@ def write(folder: Path, key: Key, data: bytes) -> Path:
     """Write a compiled kernel and its entry into ``folder`` and return the library's path. OSError when it cannot."""
     digest = hashlib.sha256(data).hexdigest()
     path = folder / f"{stem(key)}-{digest[:8]}.so"
-    _replace(path, data)
+    replace_file(path, data)
     entry = {"key": key, "file": path.name, "sha256": digest}
-    _replace(folder / f"{stem(key)}.json", json.dumps(entry, indent=1, sort_keys=True).encode())
+    replace_file(folder / f"{stem(key)}.json", json.dumps(entry, indent=1, sort_keys=True).encode())
     return path
 
 
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and what is missing above it, each for its user alone. OSError.
+
+    What ``mkdir(parents=True)`` makes on the way has the mode of the umask, with which others may be able to write.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write ``data`` beside ``path`` and rename it, so that a reader sees all of it or nothing. OSError."""
+    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY[0], suffix=TEMPORARY[1], dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(handle, 0o644)  # what root built into an image is loaded by the user who serves
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):  # gone, or as stuck as what raised, which is what counts
+            os.unlink(temporary)
         raise
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that ``write`` made: entries, then libraries. OSError where it cannot be read.
+
+    In this order they can be removed: a reader never finds an entry without its library.
+    """
+    libraries = named_files(folder, _LIBRARY)
+    stems = {path.name.rpartition("-")[0] for path in libraries}
+    entries = [path for path in named_files(folder, _ENTRY) if path.stem in stems or _is_entry(path)]
+    return entries + libraries
+
+
+def _is_entry(path: Path) -> bool:
+    """Whether a file with the name of an entry is one; other programs end names with a digest, too."""
+    try:
+        content = json.loads(path.read_bytes()) if path.stat().st_size <= MOST_ENTRY_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.keys() >= {"key", "file", "sha256"}
+
+
+def left_over(folder: Path) -> list[Path]:
+    """The temporary files in ``folder`` of processes that were killed. OSError where it cannot be read."""
+    found = []
+    for path in named_files(folder, _TEMPORARY):
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            if time.time() - path.lstat().st_mtime >= LEFT_OVER_S:
+                found.append(path)
+    return found
+
+
+def named_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """The files in ``folder`` whose whole name matches, sorted; links are none. OSError where it cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            names = [
+                file.name for file in found if pattern.fullmatch(file.name) and file.is_file(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names)]
+
+
+def remove_files(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
+    """Remove files; returns those removed and, for those that could not be, ``path: reason``."""
+    removed, stuck = [], []
+    for path in paths:
+        try:
+            path.unlink()
+            removed.append(path)
+        except FileNotFoundError:  # another process removed it
+            pass
+        except OSError as error:
+            stuck.append(f"{path}: {error.strerror or error}")
+    return removed, stuck
 
 
 def linker() -> str | None:

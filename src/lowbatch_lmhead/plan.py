@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +49,7 @@ class Plan:
         self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
         # What serving looks up: the launch's function, False for the default GEMM, None while not prepared.
         self.table: list[Callable[..., Any] | Literal[False] | None] = [None] * (self.max_rows + 1)
+        self.tuned: Any = None  # what autotune found, for its next call
         self._lock = threading.RLock()
         self._unready: tuple[int, int] | None = None  # a weight that could not be checked with
         self._tried: dict[tuple[str, str], Launch | str] = {}  # a launch, or why it was dropped
@@ -81,7 +82,7 @@ class Plan:
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
-                with _on_device(self.key.device):
+                with on_device(self.key.device):
                     entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
                 if not settled:
                     return entry
@@ -97,28 +98,74 @@ class Plan:
         able, reasons = backends.candidates(problem)
         for backend in able:
             for tactic in backend.tactics(problem):
-                known = (backend.name, str(tactic))
-                tried = self._tried.get(known)
-                if not isinstance(tried, str):
-                    try:
-                        tried = self._try(tried, backend, tactic, problem, weight, bias, references)
-                    except PASSING as error:
-                        warn_once(f"the default GEMM serves for now: {type(error).__name__}: {_first_lines(error)}")
-                        return Entry(None, (*reasons, f"{backend.name} ({tactic}): {_first_lines(error)}")), False
-                    self._tried[known] = tried
+                try:
+                    tried = self._checked(rows, backend, tactic, weight, bias, references, backend.compile)
+                except PASSING as error:
+                    warn_once(f"the default GEMM serves for now: {type(error).__name__}: {first_lines(error)}")
+                    return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}")), False
                 if isinstance(tried, Launch):
                     return Entry(tried, tuple(reasons)), True
                 reasons.append(tried)
         return Entry(None, tuple(reasons)), True
 
-    def _reference(self, weight: Tensor, bias: Tensor | None) -> verify.Reference:
-        """The reference for all row counts of the plan; ``NotYet`` at once for a weight that had none and is unchanged."""
+    def checked(
+        self,
+        rows: int,
+        backend: backends.Backend,
+        tactic: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
+        compile_: Callable[[Problem, Any], Launch] | None = None,
+    ) -> Launch | str:
+        """The launch of ``tactic`` once it is right for ``rows``, or why it is dropped; nothing is entered.
+
+        ``compile_`` stands for ``backend.compile``. ``PASSING`` errors are raised.
+        """
+        with self._lock, on_device(self.key.device):
+            return self._checked(rows, backend, tactic, weight, bias, references, compile_ or backend.compile)
+
+    def adopt(self, entries: Mapping[int, Entry]) -> None:
+        """Let ``entries``, by row count from 1 on, serve from now on: launches that were checked."""
+        with self._lock:
+            more = max(entries) - self.max_rows
+            if more > 0:
+                self.entries += [None] * more
+                self.table += [None] * more  # in place: dispatchers hold the list
+                self.max_rows += more
+            for rows, entry in entries.items():
+                self.entries[rows] = entry
+                self.table[rows] = entry.launch.call if entry.launch else False
+
+    def _checked(
+        self,
+        rows: int,
+        backend: backends.Backend,
+        tactic: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
+        compile_: Callable[[Problem, Any], Launch],
+    ) -> Launch | str:
+        known = (backend.name, str(tactic))
+        tried = self._tried.get(known)
+        if not isinstance(tried, str):
+            tried = self._try(tried, backend, tactic, self.problem(rows), weight, bias, references, compile_)
+            self._tried[known] = tried
+        return tried
+
+    def reference(self, weight: Tensor, bias: Tensor | None, rows: int = 0) -> verify.Reference:
+        """The reference for ``rows`` and for all row counts of the plan.
+
+        ``NotYet`` for a weight that says too little; at once for one that did so before and is unchanged.
+        """
         version = 0 if weight.is_inference() else weight._version
         state = (weight.data_ptr(), version)
         if state == self._unready:
             raise verify.NotYet(verify.NOTHING)
         try:
-            return verify.Reference(weight, bias, self.max_rows)
+            with on_device(self.key.device):
+                return verify.Reference(weight, bias, max(rows, self.max_rows))
         except verify.NotYet:
             self._unready = None if weight.is_inference() else state
             raise
@@ -132,31 +179,32 @@ class Plan:
         weight: Tensor,
         bias: Tensor | None,
         references: list[verify.Reference],
+        compile_: Callable[[Problem, Any], Launch],
     ) -> Launch | str:
         """A launch that is right, or why there is none; ``PASSING`` errors are raised."""
         try:
             if not references:
-                references.append(self._reference(weight, bias))
+                references.append(self.reference(weight, bias))
             if launch is None:
-                launch = self._tried[backend.name, str(tactic)] = backend.compile(problem, tactic)
+                launch = self._tried[backend.name, str(tactic)] = compile_(problem, tactic)
             wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is None:
                 return launch
         except PASSING:
             raise
         except Exception as error:  # whatever a kernel's packages raise, the next in line serves
-            wrong = f"{type(error).__name__}: {_first_lines(error)}"
+            wrong = f"{type(error).__name__}: {first_lines(error)}"
         reason = f"{backend.name} ({tactic}): {wrong}"
         logger.warning("%dx%d, %d rows: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
         return reason
 
 
-def _first_lines(error: Exception) -> str:
+def first_lines(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:300] + " ..."
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

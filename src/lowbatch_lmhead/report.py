@@ -110,7 +110,7 @@ class WarmupReport:
             weight = read.weight
             same = (id(weight), id(read.bias), read.reasons) if weight is not None else (id(read),)
             if same not in done:
-                with _bar(name, progress) as step:
+                with Bar(f"warming up {name}", progress) as step:
                     done[same] = warm(read, step)
             vocab, hidden = sizes_of(weight) or (None, None)
             reports.append(HeadReport(name, vocab, hidden, tuple(done[same])))
@@ -122,12 +122,12 @@ class WarmupReport:
         )
 
 
-class _bar:
-    """A progress bar for one head, or nothing."""
+class Bar:
+    """A progress bar on stderr, or nothing; ``wanted`` None: one where stderr is a terminal. Entering it gives its step."""
 
-    def __init__(self, name: str, progress: bool | None) -> None:
-        self._name = name
-        self._wanted = sys.stderr.isatty() if progress is None else progress
+    def __init__(self, title: str, wanted: bool | None) -> None:
+        self._title = title
+        self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._tqdm: Any = None
 
     def __enter__(self) -> Step:
@@ -138,7 +138,7 @@ class _bar:
             if self._tqdm is None:
                 from tqdm import tqdm
 
-                self._tqdm = tqdm(total=of, desc=f"warming up {self._name}", unit="row count", leave=False)
+                self._tqdm = tqdm(total=of, desc=self._title, unit="row count", leave=False)
             self._tqdm.update(done - self._tqdm.n)
 
     def __exit__(self, *error: object) -> None:

@@ -32,6 +32,9 @@ class Reference:
     def tactics(self, problem: Problem) -> list[str]:
         return [f"{self.splits} splits"]
 
+    def autotune_tactics(self, problem: Problem) -> list[str]:
+        return self.tactics(problem)
+
     def smem_bytes(self, tactic: Any) -> None:
         return None
 

@@ -37,7 +37,7 @@ class Reference:
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int = ROWS) -> None:
         """``NotYet`` for a weight that most launches would agree on."""
         rows, vocab, cpu = max(rows, ROWS), weight.shape[0], torch.device("cpu")
-        with _plainly(weight):
+        with plainly(weight):
             # Drawn on the CPU, so that every device checks with the same rows.
             generator = torch.Generator(cpu).manual_seed(SEED)
             x = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float32, device=cpu)
@@ -68,7 +68,7 @@ class Reference:
         between and behind them in the output, NaN as all of it was before, has to stay as it is.
         """
         vocab, hidden = weight.shape
-        with _plainly(weight):
+        with plainly(weight):
             # A launch may ask for rows of x that are a multiple of 16 bytes apart.
             spread = self.x.new_empty((rows, hidden + 8 + -hidden % 8))
             x = spread[:, :hidden].copy_(self.x[:rows])
@@ -93,7 +93,7 @@ class Reference:
         )
 
 
-class _plainly:
+class plainly:
     """Without gradients and autocast, whatever the caller has on."""
 
     def __init__(self, weight: Tensor) -> None:

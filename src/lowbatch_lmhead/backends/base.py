@@ -48,7 +48,10 @@ class Backend(Protocol):
         """None when the backend can compute ``problem``, else why not."""
 
     def tactics(self, problem: Problem) -> Sequence[Any]:
-        """The tactics for ``problem``, the default first."""
+        """The tactics that serve ``problem`` unmeasured: the first that is right, the default first."""
+
+    def autotune_tactics(self, problem: Problem) -> Sequence[Any]:
+        """The tactics that ``autotune`` measures for ``problem``, the default first."""
 
     def smem_bytes(self, tactic: Any) -> int | None:
         """Shared memory of one CTA, in bytes, where it is known."""

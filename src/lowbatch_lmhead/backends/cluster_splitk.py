@@ -21,6 +21,7 @@ from .compiling import CompiledBackend
 MAX_ROWS = 32
 K_TILE = 128
 MAX_STAGES = 18
+SPLITS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,21 @@ def smem_bytes(tactic: Tactic) -> int:
 
 def default_tactic(problem: Problem) -> Tactic:
     """FlashInfer's choice for vocabularies of 8192 and more (no split: the grid fills the GPU), its 4 to 2 below."""
-    mma_n = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
     k_tiles = problem.hidden // K_TILE
     wanted = 1 if problem.vocab >= 8192 or k_tiles <= 4 else 2 if problem.vocab > 3072 else 4
-    split_k = next(split for split in range(wanted, 0, -1) if k_tiles % split == 0)
+    return _deepest_ring(problem, next(split for split in range(wanted, 0, -1) if k_tiles % split == 0))
+
+
+def autotune_tactics(problem: Problem) -> list[Tactic]:
+    """The default, then the other splits of the hidden dimension, each with the deepest ring that fits."""
+    splits = [split for split in SPLITS if problem.hidden // K_TILE % split == 0]
+    return list(dict.fromkeys([default_tactic(problem), *(_deepest_ring(problem, split) for split in splits)]))
+
+
+def _deepest_ring(problem: Problem, split_k: int) -> Tactic:
+    mma_n = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
     limit = devices.ARCHITECTURES[problem.arch].smem_per_block
-    most = min(MAX_STAGES, 6) if k_tiles <= 4 else MAX_STAGES
+    most = min(MAX_STAGES, 6) if problem.hidden // K_TILE <= 4 else MAX_STAGES
     stages = next(s for s in range(most, 0, -1) if smem_bytes(Tactic(64, mma_n, split_k, s)) <= limit)
     return Tactic(64, mma_n, split_k, stages)
 
@@ -75,6 +85,9 @@ class ClusterSplitK(CompiledBackend):
 
     def tactics(self, problem: Problem) -> list[Tactic]:
         return [default_tactic(problem)]
+
+    def autotune_tactics(self, problem: Problem) -> list[Tactic]:
+        return autotune_tactics(problem)
 
     def smem_bytes(self, tactic: Tactic) -> int:
         # It asks for all that a block can have, whatever it uses of it.

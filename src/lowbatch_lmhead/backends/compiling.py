@@ -72,16 +72,27 @@ class CompiledBackend(ABC):
 
     def compile(self, problem: Problem, tactic: Any) -> Launch:
         """The launch of ``tactic``: from disk, or compiled now (and kept where there is a place to keep it)."""
+        found = self.find(problem, tactic)
+        return found if found is not None else self._adopt(*self.build(problem, tactic), tactic)
+
+    def find(self, problem: Problem, tactic: Any) -> Launch | None:
+        """The launch of ``tactic`` from disk, or None."""
         found = objects.find(object_key(self.name, problem, tactic))
-        if found is not None:
-            try:
-                launch = Launch(_load(found), self.name, str(tactic))
-            except Exception as error:  # whatever the loader raises for a whole library of another machine
-                logger.warning("%s is compiled again: it cannot be loaded (%s)", found, error)
-            else:
-                objects.counts.loaded += 1
-                return launch
-        key, library = self.build(problem, tactic)
+        if found is None:
+            return None
+        try:
+            launch = Launch(_load(found), self.name, str(tactic))
+        except Exception as error:  # whatever the loader raises for a whole library of another machine
+            logger.warning("%s is compiled again: it cannot be loaded (%s)", found, error)
+            return None
+        objects.counts.loaded += 1
+        return launch
+
+    def adopt(self, problem: Problem, tactic: Any, library: bytes) -> Launch:
+        """The launch of ``tactic`` from the ``library`` that another process has built for it, kept like one built here."""
+        return self._adopt(object_key(self.name, problem, tactic), library, tactic)
+
+    def _adopt(self, key: dict[str, Any], library: bytes, tactic: Any) -> Launch:
         objects.counts.compiled += 1
         with tempfile.TemporaryDirectory(prefix="lowbatch-lmhead-") as scratch:
             path = objects.keep(key, library) or objects.write(Path(scratch), key, library)

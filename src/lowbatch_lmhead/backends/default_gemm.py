@@ -25,6 +25,16 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``logits`` of ``x`` (rows, hidden) into ``out`` (rows, vocab), contiguous; on a GPU without memory of its own."""
+    if out.dtype == weight.dtype:
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if mm_writes_float32(x, weight):
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return out if bias is None else out.add_(bias)
+    return out.copy_(logits(x, weight, bias, out.dtype))
+
+
 def mm_writes_float32(x: Tensor, weight: Tensor) -> bool:
     """Whether ``torch.mm(..., out_dtype=torch.float32)`` exists for these operands (CUDA only)."""
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0

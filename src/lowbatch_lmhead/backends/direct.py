@@ -67,6 +67,10 @@ class Direct(CompiledBackend):
         outputs = 2 if problem.vocab % 2 == 0 and problem.vocab * problem.hidden >= 2**21 else 1
         return [Tactic(block, outputs, problem.rows)]
 
+    def autotune_tactics(self, problem: Problem) -> list[Tactic]:
+        # Each row count is a compile of its own; beyond one row it only lost to warp split-K, where that can serve.
+        return self.tactics(problem) if problem.rows == 1 or problem.vocab < 16 else []
+
     def smem_bytes(self, tactic: Tactic) -> int:
         return tactic.rows_per_block * tactic.outputs_per_block * tactic.block_size // 32 * 4
 

@@ -6,7 +6,12 @@ call (FlashInfer 0.7.4), so it serves only where they could not be launched dire
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import torch
+from torch import Tensor
 
 from . import flashinfer
 from .base import Launch, Problem, dtype_name
@@ -32,15 +37,41 @@ class MmBf16:
     def tactics(self, problem: Problem) -> list[str]:
         return ["its own choice"]
 
+    def autotune_tactics(self, problem: Problem) -> list[str]:
+        return self.tactics(problem)
+
     def smem_bytes(self, tactic: str) -> None:
+        return None
+
+    def tune(self, problem: Problem, weight: Tensor, bias: Tensor | None) -> str | None:
+        """Let FlashInfer's tuner choose for ``problem.rows`` rows of ``weight``; why it could not, or None."""
+        if not _nvcc():
+            # It would skip every tactic, and say so at level INFO only.
+            return "FlashInfer's own tuner needs nvcc, which is not here: it runs with a tactic that was not measured"
+        from flashinfer import autotune, mm_bf16
+
+        generator = torch.Generator("cpu").manual_seed(1)
+        x = torch.randn(problem.rows, problem.hidden, generator=generator, dtype=torch.float32, device="cpu")
+        x = x.to(weight.device, weight.dtype)
+        out = torch.empty(problem.rows, problem.vocab, dtype=problem.out_dtype, device=weight.device)
+        with autotune(True):
+            mm_bf16(x, weight.t(), bias=bias, out=out, backend="cute-dsl")
         return None
 
     def compile(self, problem: Problem, tactic: str) -> Launch:
         from flashinfer import mm_bf16
 
-        def call(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        def call(weight: Tensor, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
             dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             mm_bf16(x.contiguous(), weight.t(), bias=bias, out=dense, backend="cute-dsl")
             return dense if dense is out else out.copy_(dense)
 
         return Launch(call, self.name, tactic)
+
+
+def _nvcc() -> bool:
+    """Whether FlashInfer would find nvcc: under CUDA_HOME or CUDA_PATH, on the PATH, or where CUDA is installed."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return Path(home, "bin", "nvcc").is_file()
+    return shutil.which("nvcc") is not None or Path("/usr/local/cuda/bin/nvcc").is_file()

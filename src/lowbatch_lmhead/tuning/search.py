@@ -1,0 +1,304 @@
+"""Which launch serves which row count of one head: measured, within a budget of time, and alike on all ranks.
+
+1. Buckets: at 1, 2, 4, ... rows every tactic of every backend is timed beside the default GEMM. What wins there, and
+   what comes close, goes on.
+2. Row counts: those that won the bucket above are timed beside the default GEMM at every row count on its own. Only
+   where nothing won at either end of a bucket, nothing is timed inside.
+3. A launch serves where it is quicker than the default GEMM by more than the noise, which is how far the default GEMM
+   differs from itself in the same rounds. Among launches that are alike the one listed first serves, so that the choice
+   is the same the next time.
+
+Every decision is made on times that all ranks have exchanged, of each the slowest rank's, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .. import backends, devices, verify
+from ..backends import Backend, Launch, Problem, default_gemm
+from ..log import logger
+from ..plan import Entry, Plan
+from .timing import Timer, compare
+
+LEAST_GAIN = 0.005  # what a launch has to be quicker by, even where the noise is less
+MOST_NOISE = 0.02  # more is a disturbance, not the resolution of the clock
+TIE = 0.004  # launches that differ by less are alike
+FINALISTS = 2  # of a bucket
+CLOSE = 0.015  # what a finalist may be behind the winner
+
+Name = str  # "backend (tactic)"
+Step = Callable[[int, int], None]
+
+
+class Exchange(Protocol):
+    """What the search needs of the ranks: ``Ranks.exchange``."""
+
+    def __call__(self, value: Any) -> list[Any]: ...
+
+
+class Compile(Protocol):
+    """What the search needs of the compiles: ``Compiles.launch``."""
+
+    def __call__(self, backend: Backend, problem: Problem, tactic: Any) -> Launch: ...
+
+
+@dataclass(frozen=True)
+class Option:
+    """One tactic of a backend, which may serve some row counts."""
+
+    backend: Backend
+    tactic: Any
+
+    @property
+    def name(self) -> Name:
+        return f"{self.backend.name} ({self.tactic})"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds at one row count: of the default GEMM, and of each launch by name; the slowest rank's."""
+
+    default_us: float
+    us: dict[Name, float]
+    noise: float = 0.0
+
+
+@dataclass
+class Result:
+    """What the search found: the option for each row count (None: the default GEMM), and the times behind it."""
+
+    chosen: dict[int, Option | None] = field(default_factory=dict)
+    measured: dict[int, Measured] = field(default_factory=dict)
+    noise: float = 0.0
+    dropped: list[str] = field(default_factory=list)  # "backend (tactic): why", in the order met
+    out_of_time: bool = False
+
+
+def options(problem: Problem) -> tuple[list[Option], list[str]]:
+    """Everything that may serve ``problem``, in the order in which ties are decided; and why the others may not."""
+    able, reasons = backends.candidates(problem)
+    return [Option(backend, tactic) for backend in able for tactic in backend.autotune_tactics(problem)], reasons
+
+
+def buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, ... and ``max_rows``."""
+    found = [1]
+    while found[-1] * 2 < max_rows:
+        found.append(found[-1] * 2)
+    return found if found[-1] == max_rows else [*found, max_rows]
+
+
+def wanted(plan: Plan, max_rows: int) -> list[tuple[Backend, Problem, Any]]:
+    """Every launch that the search of ``plan`` may time, in the order of need."""
+    found: dict[Name, tuple[Backend, Problem, Any]] = {}
+    for rows in buckets(max_rows):
+        problem = plan.problem(rows)
+        for option in options(problem)[0]:
+            found.setdefault(option.name, (option.backend, problem, option.tactic))
+    return list(found.values())
+
+
+class Search:
+    """The search for one head."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
+        timer: Timer,
+        compile_: Compile,
+        exchange: Exchange,
+        budget_s: float,
+        step: Step,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._weight, self._bias, self._references = plan, weight, bias, references
+        self._timer, self._compile, self._exchange, self._step = timer, compile_, exchange, step
+        self._clock, self._end = clock, clock() + budget_s
+        self._launches: dict[Name, Launch] = {}
+        self._wrong: set[Name] = set()
+        self._result = Result()
+
+    def run(self, max_rows: int) -> Result:
+        """Choose for 1 to ``max_rows`` rows; the best so far when the budget ends. Nothing is entered in the plan."""
+        found, ends = self._result, buckets(max_rows)
+        finalists: dict[int, list[Option]] = {}
+        for done, rows in enumerate(ends):
+            if self._out_of_time():
+                break
+            finalists[rows] = self._bucket(rows)
+            self._step(done + 1, len(ends) + max_rows)
+        found.noise = max((measured.noise for measured in found.measured.values()), default=0.0)
+        self._between(ends, finalists, max_rows)
+        self._choose_what_is_right(ends, finalists, max_rows)
+        return found
+
+    def _out_of_time(self) -> bool:
+        """Whether the budget has ended on any rank."""
+        found = self._result
+        found.out_of_time = found.out_of_time or any(self._exchange(self._clock() >= self._end))
+        return found.out_of_time
+
+    # --- measuring ---
+
+    def _bucket(self, rows: int) -> list[Option]:
+        """Time everything at ``rows``; the winner and what comes close to it, none where the default GEMM wins."""
+        able = options(self._plan.problem(rows))[0]
+        # What was right at the row count that it was met at first is checked again only where it is chosen.
+        ready = [option for option in able if option.name in self._launches or self._prepare(option, rows)]
+        self._result.measured[rows] = measured = self._measure(rows, ready, twice=True)
+        ready = [option for option in ready if option.name in measured.us]
+        if not ready:
+            return []
+        best, us = min(measured.us.values()), measured.us
+        close = [option for option in ready if us[option.name] <= best * (1 + CLOSE)]
+        # In the listed order what is as good as the best, so that inside the bucket it is chosen as at its end.
+        return sorted(close, key=lambda option: max(us[option.name], best * (1 + TIE)))[:FINALISTS]
+
+    def _prepare(self, option: Option, rows: int) -> bool:
+        """Whether the launch of ``option`` is compiled and right at ``rows``."""
+        plan = self._plan
+        tried = plan.checked(
+            rows,
+            option.backend,
+            option.tactic,
+            self._weight,
+            self._bias,
+            self._references,
+            lambda problem, tactic: self._compile(option.backend, problem, tactic),
+        )
+        if isinstance(tried, Launch):
+            self._launches[option.name] = tried
+            self._tune_inside(option, rows)
+            return True
+        if tried not in self._result.dropped:
+            self._result.dropped.append(tried)
+        return False
+
+    def _tune_inside(self, option: Option, rows: int) -> None:
+        """Let a backend that makes choices of its own make them before it is timed; what it could not is noted."""
+        tune = getattr(option.backend, "tune", None)
+        note = tune(self._plan.problem(rows), self._weight, self._bias) if tune else None
+        if note and f"{option.backend.name}: {note}" not in self._result.dropped:
+            self._result.dropped.append(f"{option.backend.name}: {note}")
+
+    def _measure(self, rows: int, ready: list[Option], twice: bool = False) -> Measured:
+        """The times of ``ready`` and the default GEMM; ``twice`` times the latter against itself for the noise."""
+        calls = [_default, *(self._launches[option.name].call for option in ready)]
+        calls += [_default] if twice else []
+        with self._timer.contest(rows, calls) as contest:
+            times = [timing.us for timing in compare(contest, len(calls), LEAST_GAIN)]
+        own = Measured(
+            times[0],
+            {option.name: us for option, us in zip(ready, times[1:])},
+            abs(times[-1] / times[0] - 1) if twice else 0.0,
+        )
+        return _slowest([Measured(**one) for one in self._exchange(vars(own))])
+
+    def _between(self, ends: list[int], finalists: dict[int, list[Option]], max_rows: int) -> None:
+        """Time the row counts inside the buckets, as long as there is time."""
+        for rows in range(1, max_rows + 1):
+            self._step(len(ends) + rows, len(ends) + max_rows)
+            above = next(end for end in ends if end >= rows)
+            if rows in self._result.measured or above not in finalists:
+                continue
+            ready = self._worth_timing(rows, above, ends, finalists)
+            if not ready:
+                continue
+            if self._out_of_time():
+                return
+            self._result.measured[rows] = self._measure(rows, ready)
+
+    def _worth_timing(self, rows: int, above: int, ends: list[int], finalists: dict[int, list[Option]]) -> list[Option]:
+        """The finalists of the bucket that can serve ``rows``; none where they lose at both of its ends."""
+        measured, ready = self._result.measured, finalists[above]
+        first = max((end for end in ends if end < above), default=0) + 1  # of the bucket
+        if rows != first and first in measured and not (self._winner(first, ready) or self._winner(above, ready)):
+            return []
+        problem = self._plan.problem(rows)
+        return [option for option in ready if option.backend.supports(problem) is None]
+
+    # --- deciding ---
+
+    def _winner(self, rows: int, among: list[Option] | None = None) -> Option | None:
+        """What is quicker than the default GEMM at ``rows`` by more than the noise; None for the default GEMM."""
+        measured = self._result.measured[rows]
+        noise = min(MOST_NOISE, max(measured.noise, self._result.noise))
+        limit = measured.default_us * (1 - max(LEAST_GAIN, noise))
+        times = {name: us for name, us in measured.us.items() if us < limit and name not in self._wrong}
+        if not times:
+            return None
+        best = min(times.values())
+        able = options(self._plan.problem(rows))[0]
+        ordered = [option for option in able if option.name in times]
+        ordered += [option for option in among or [] if option.name in times and option not in ordered]
+        return next((option for option in ordered if times[option.name] <= best * (1 + TIE)), None)
+
+    def _choose(self, rows: int, ends: list[int], finalists: dict[int, list[Option]]) -> Option | None:
+        above, measured = next(end for end in ends if end >= rows), self._result.measured.get(rows)
+        if measured and not (measured.us and self._wrong.issuperset(measured.us)):
+            return self._winner(rows, finalists.get(above, []))
+        # Not timed, or only with what turned out wrong: what wins at both ends of the bucket is taken to win inside.
+        below = max((end for end in ends if end < rows), default=rows)
+        if above in self._result.measured and below in self._result.measured:
+            winner = self._winner(above)
+            lower = self._winner(below)
+            if winner and lower and winner.backend.supports(self._plan.problem(rows)) is None:
+                return winner
+            return None
+        return self._untuned(rows) if rows <= devices.untuned_rows(self._plan.arch) else None
+
+    def _untuned(self, rows: int) -> Option | None:
+        problem = self._plan.problem(rows)
+        able = [Option(b, tactic) for b in backends.candidates(problem)[0] for tactic in b.tactics(problem)]
+        return next((option for option in able if option.name not in self._wrong), None)
+
+    def _choose_what_is_right(self, ends: list[int], finalists: dict[int, list[Option]], max_rows: int) -> None:
+        """Choose for every row count. What turns out wrong where it was chosen, on any rank, serves nowhere."""
+        found = self._result
+        while True:
+            found.chosen = {rows: self._choose(rows, ends, finalists) for rows in range(1, max_rows + 1)}
+            wrong = {option.name for rows, option in found.chosen.items() if option and not self._prepare(option, rows)}
+            wrong.update(*self._exchange(sorted(wrong)))
+            if not wrong:
+                return
+            logger.warning("%s is not right everywhere and serves nowhere", ", ".join(sorted(wrong)))
+            self._wrong |= wrong
+
+    def entries(self) -> Iterator[tuple[int, Entry]]:
+        """The plan's entries for what was found."""
+        for rows, option in self._result.chosen.items():
+            launch = self._launches[option.name] if option else None
+            yield rows, Entry(launch, tuple(self._reasons(rows, option)))
+
+    def _reasons(self, rows: int, option: Option | None) -> Iterator[str]:
+        yield from options(self._plan.problem(rows))[1]
+        yield from self._result.dropped
+        measured = self._result.measured.get(rows)
+        if option is None and measured and measured.us:
+            name = min(measured.us, key=lambda name: measured.us[name])
+            yield f"{name}: measured {measured.us[name]:.1f} us, the default GEMM {measured.default_us:.1f} us"
+        elif option is None and measured is None:
+            yield "not measured at this row count; the default GEMM won around it, or the budget had ended"
+
+
+def _default(weight: Tensor, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return default_gemm.write_logits(x, weight, bias, out)
+
+
+def _slowest(ranks: list[Measured]) -> Measured:
+    """Of each time the slowest rank's; only launches that every rank has."""
+    names = [name for name in ranks[0].us if all(name in rank.us for rank in ranks)]
+    return Measured(
+        max(rank.default_us for rank in ranks),
+        {name: max(rank.us[name] for rank in ranks) for name in names},
+        max(rank.noise for rank in ranks),
+    )

@@ -1,0 +1,335 @@
+"""``autotune`` for the heads of a model: from an earlier call, from the cache, or measured; on all ranks alike.
+
+Whatever goes wrong on the way leaves the heads as ``warmup`` would prepare them, on all ranks, with one log line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__, backends, gate, objects, verify
+from .. import plan as plans
+from ..backends import Launch, flashinfer
+from ..backends.base import dtype_name
+from ..head import Head, sizes_of
+from ..log import warn_once
+from ..plan import Entry, Plan
+from ..report import Bar, Step
+from ..warming import warm_head
+from . import cache as kept
+from . import limit, timing
+from .ranks import RankFailure, Ranks
+from .report import TunedHead, TunedRow, TuningReport
+from .search import Option, Search, options, wanted
+from .workers import Compiles
+
+FORM = 1  # of what is kept in the cache
+MOST_ROWS = 128  # beyond, the product is bound by arithmetic, not by reading the weight
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of ``autotune``, checked."""
+
+    max_rows: int
+    out_dtype: torch.dtype | None
+    folder: Path | None  # of the cache
+    refresh: bool
+    budget_s: float
+    progress: bool | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A head by its name in the model."""
+
+    name: str
+    head: Head
+
+
+def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: Any, **arguments: Any) -> TuningReport:
+    """``lowbatch_lmhead.autotune``, which documents the arguments; ``read`` finds the heads."""
+    begin, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
+    ranks = Ranks(process_group)
+    wrong: ValueError | None = None
+    try:
+        wishes = _wishes(**arguments)
+        heads = [Found(name, head) for name, _, head in read()]
+    except ValueError as error:
+        wrong = error  # the other ranks are told before it is raised
+    disagreement: ValueError | None = None
+    try:
+        with ranks:
+            disagreement = _disagreement(ranks, wrong, [] if wrong else [_arguments(wishes), *map(_describe, heads)])
+            done = [] if disagreement else [_tune_head(found, wishes, ranks) for found in heads]
+    except Exception as error:
+        if wrong:
+            raise wrong from None
+        why = str(error) if isinstance(error, RankFailure) else f"{type(error).__name__}: {plans.first_lines(error)}"
+        warn_once(f"nothing was tuned, the heads are prepared as warmup does: {why}")
+        done = [_prepare_untuned(found, wishes, why) for found in heads]
+    if disagreement:
+        raise disagreement
+    return TuningReport(
+        tuple(done),
+        time.perf_counter() - begin,
+        objects.counts.compiled - compiled,
+        objects.counts.loaded - loaded,
+    )
+
+
+def _disagreement(ranks: Ranks, wrong: ValueError | None, said: list[Any]) -> ValueError | None:
+    """What is wrong with the arguments, here or on another rank, or differs between ranks."""
+    for rank, (wrong_there, said_there) in enumerate(ranks.exchange([str(wrong) if wrong else None, said])):
+        if wrong:
+            return wrong
+        if wrong_there is not None:
+            return ValueError(f"rank {rank} cannot tune: {wrong_there}")
+        if said_there != said:
+            return ValueError(
+                "all ranks must tune heads of the same shape with the same arguments; "
+                f"rank {ranks.rank} has {said}, rank {rank} has {said_there}"
+            )
+    return None
+
+
+def _arguments(wishes: Wishes) -> dict[str, Any]:
+    """The arguments that have to be the same on all ranks."""
+    out_dtype = dtype_name(wishes.out_dtype) if wishes.out_dtype else None
+    return {"max_rows": wishes.max_rows, "out_dtype": out_dtype, "refresh": wishes.refresh}
+
+
+def _describe(found: Found) -> dict[str, Any]:
+    """What of a head has to be the same on all ranks."""
+    weight = found.head.weight
+    return {
+        "name": found.name,
+        "shape": list(sizes_of(weight) or ()),
+        "dtype": dtype_name(weight.dtype) if weight is not None else None,
+        "bias": found.head.bias is not None,
+    }
+
+
+def _wishes(max_rows: Any, out_dtype: Any, cache: Any, refresh: bool, budget_s: Any, progress: bool | None) -> Wishes:
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or not 1 <= max_rows <= MOST_ROWS:
+        raise ValueError(f"max_rows must be a whole number from 1 to {MOST_ROWS}, got {max_rows!r}")
+    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0:
+        raise ValueError(f"budget_s must be a number of seconds of at least 0, got {budget_s!r}")
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError("autotune cannot measure inside a CUDA graph capture; call it before")
+    return Wishes(max_rows, out_dtype, kept.folder(cache), bool(refresh), float(budget_s), progress)
+
+
+def _prepare_untuned(found: Found, wishes: Wishes, why: str) -> TunedHead:
+    begin = time.perf_counter()
+    decisions = warm_head(found.head, wishes.max_rows, wishes.out_dtype, lambda done, of: None)
+    rows = tuple(
+        TunedRow(one.rows, one.backend, one.tactic, None, None, None, one.reasons) for one in decisions if one.rows
+    )
+    notes = (why, *(reason for one in decisions if not one.rows for reason in one.reasons))
+    return _report(found, wishes, "not tuned", rows, begin, notes=notes)
+
+
+def _tune_head(found: Found, wishes: Wishes, ranks: Ranks) -> TunedHead:
+    begin = time.perf_counter()
+    head = found.head
+    plan, reasons = _plan(head, wishes)
+    # Whether a head is taken may differ between ranks (another GPU, gradients): then none tunes it.
+    everywhere = ranks.exchange(list(reasons))
+    if any(everywhere):
+        notes = [reason for rank in everywhere for reason in rank]
+        return _report(found, wishes, "not tuned", (), begin, notes=tuple(dict.fromkeys(notes)))
+    assert plan is not None
+    known: TunedHead | None = plan.tuned
+    if all(ranks.exchange(known is not None and len(known.rows) >= wishes.max_rows and not wishes.refresh)):
+        assert known is not None
+        return dataclasses.replace(known, name=found.name, source="earlier call")
+    with Bar(f"tuning {found.name}", wishes.progress) as step, torch.no_grad(), plans.on_device(plan.key.device):
+        tuned = _from_cache(found, plan, wishes, ranks, begin) or _measure(found, plan, wishes, ranks, step, begin)
+    plan.tuned = tuned
+    return tuned
+
+
+def _plan(head: Head, wishes: Wishes) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan of ``head``, or why it is left to its own computation."""
+    if head.weight is None or head.own is not None or head.reasons:
+        return None, head.reasons or ("it computes its logits itself",)
+    with torch.no_grad():
+        probe = head.weight.new_empty((1, head.weight.shape[1]))
+        decision, plan = gate.decide(head, probe, wishes.out_dtype or head.weight.dtype)
+    if plan is None:
+        return None, decision.reasons
+    able, reasons = options(plan.problem(1))
+    return plan, () if able else tuple(reasons)
+
+
+# --- the cache ---
+
+
+def cache_key(plan: Plan) -> kept.Key:
+    """All that a measured choice depends on."""
+    key, device = plan.key, plan.key.device
+    cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "form": FORM,
+        "gpu": cuda.name if cuda else device.type,
+        "multiprocessors": cuda.multi_processor_count if cuda else 0,
+        "arch": plan.arch,
+        "vocab": key.vocab,
+        "hidden": key.hidden,
+        "dtype": dtype_name(key.dtype),
+        "out_dtype": dtype_name(key.out_dtype),
+        "bias": key.has_bias,
+        "lowbatch-lmhead": __version__,
+        "torch": str(torch.__version__),  # brings cuBLAS
+        **{name: flashinfer.version(name) or "" for name in (flashinfer.FLASHINFER[0], flashinfer.CUTE_DSL[0])},
+        "cuda": objects.cuda_flavour() or 0,
+    }
+
+
+def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead | None:
+    """The choice that was kept, where every rank has the same and each launch in it is right."""
+    content = None if wishes.refresh else kept.load(wishes.folder, cache_key(plan))
+    rows = _read(content, plan, wishes.max_rows)
+    everywhere = ranks.exchange([row[:3] for row in _plain(rows)] if rows else None)
+    if rows is None or content is None or any(other != everywhere[0] for other in everywhere):
+        return None
+    assert found.head.weight is not None
+    references: list[verify.Reference] = []
+    entries: dict[int, Entry] = {}
+    for count, option, _, _ in rows:
+        if option is None:
+            entries[count] = Entry(None, ("measured: the default GEMM is quicker",))
+            continue
+        if not references:
+            references.append(plan.reference(found.head.weight, found.head.bias, wishes.max_rows))
+        launch = plan.checked(count, option.backend, option.tactic, found.head.weight, found.head.bias, references)
+        if isinstance(launch, Launch):
+            entries[count] = Entry(launch, ())
+    if not all(ranks.exchange(len(entries) == len(rows))):
+        return None
+    plan.adopt(entries)
+    read_us, noise = _number(content.get("read_us")), _number(content.get("noise"))
+    reported = tuple(_row(plan, count, option, us, default, read_us) for count, option, us, default in rows)
+    return _report(found, wishes, "cache", reported, begin, read_us=read_us, noise=noise)
+
+
+Choice = tuple[int, Option | None, float | None, float | None]  # rows, option, us, default_us
+
+
+def _read(content: dict[str, Any] | None, plan: Plan, max_rows: int) -> list[Choice] | None:
+    """The choices for 1 to ``max_rows`` rows in ``content``; None where it does not hold them all."""
+    try:
+        given = {row["rows"]: row for row in content["rows"]} if content else {}
+        return [_choice(given[rows], plan, rows) for rows in range(1, max_rows + 1)] if given else None
+    except (KeyError, TypeError, ValueError, AttributeError):  # another form, or a tactic that there is no longer
+        return None
+
+
+def _choice(row: dict[str, Any], plan: Plan, rows: int) -> Choice:
+    us, default_us = _number(row["us"]), _number(row["default_us"])
+    if row["backend"] == backends.DEFAULT_GEMM:
+        return rows, None, us, default_us
+    name = f"{row['backend']} ({row['tactic']})"
+    # A launch may have been measured for a bucket that begins at fewer rows.
+    known = {option.name: option for option in options(plan.problem(rows))[0]}
+    return rows, known[name], us, default_us
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < math.inf else None
+
+
+def _plain(choices: Sequence[Choice]) -> list[list[Any]]:
+    return [[rows, option.backend.name if option else backends.DEFAULT_GEMM, str(option.tactic) if option else None, us,
+             default_us] for rows, option, us, default_us in choices]  # fmt: skip
+
+
+# --- measuring ---
+
+
+def _measure(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step, begin: float) -> TunedHead:
+    weight, bias = found.head.weight, found.head.bias
+    assert weight is not None
+    with (
+        timing.tuning_stream(weight.device),
+        verify.plainly(weight),
+        Compiles(wanted(plan, wishes.max_rows)) as compiles,
+    ):
+        references = [plan.reference(weight, bias, wishes.max_rows)]
+        timer = timing.timer_for(weight, bias, wishes.max_rows, plan.key.out_dtype)
+        try:
+            search = Search(
+                plan, weight, bias, references, timer, compiles.launch, ranks.exchange, wishes.budget_s, step
+            )
+            result = search.run(wishes.max_rows)
+            read_us = limit.read_us(timer, weight)
+        finally:
+            timer.close()
+    entries = dict(search.entries())
+    ranks.exchange("done")  # whoever failed until here has told the others
+    plan.adopt(entries)
+    choices: list[Choice] = []
+    for rows, option in result.chosen.items():
+        measured = result.measured.get(rows)
+        default_us = measured.default_us if measured else None
+        us = default_us if option is None else measured.us.get(option.name) if measured else None
+        choices.append((rows, option, us, default_us))
+    notes = tuple(result.dropped)
+    if result.out_of_time:
+        notes += (f"the budget of {wishes.budget_s:g} s ended first: the best so far serves, and is not kept",)
+    else:
+        content = {
+            "rows": [dict(zip(("rows", "backend", "tactic", "us", "default_us"), row)) for row in _plain(choices)],
+            "read_us": read_us,
+            "noise": result.noise,
+            "seconds": time.perf_counter() - begin,
+        }
+        kept.save(wishes.folder, cache_key(plan), content)
+    reported = tuple(
+        dataclasses.replace(_row(plan, rows, option, us, default, read_us), reasons=entries[rows].reasons)
+        for rows, option, us, default in choices
+    )
+    return _report(found, wishes, "measured", reported, begin, read_us=read_us, noise=result.noise, notes=notes)
+
+
+# --- the report ---
+
+
+def _row(
+    plan: Plan, rows: int, option: Option | None, us: float | None, default_us: float | None, read_us: float | None
+) -> TunedRow:
+    key = plan.key
+    weight = key.vocab * key.hidden * key.dtype.itemsize
+    moved = weight + rows * (key.hidden * key.dtype.itemsize + key.vocab * key.out_dtype.itemsize)
+    limit_us = read_us * moved / weight if read_us else None
+    if option is None:
+        return TunedRow(rows, backends.DEFAULT_GEMM, None, us, default_us, limit_us)
+    return TunedRow(rows, option.backend.name, str(option.tactic), us, default_us, limit_us)
+
+
+def _report(
+    found: Found,
+    wishes: Wishes,
+    source: Any,
+    rows: tuple[TunedRow, ...],
+    begin: float,
+    *,
+    read_us: float | None = None,
+    noise: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> TunedHead:
+    weight = found.head.weight
+    vocab, hidden = sizes_of(weight) or (None, None)
+    dtype = dtype_name(weight.dtype) if weight is not None else None
+    out_dtype = dtype_name(wishes.out_dtype) if wishes.out_dtype else dtype
+    seconds = time.perf_counter() - begin
+    return TunedHead(found.name, vocab, hidden, dtype, out_dtype, source, rows, read_us, noise, notes, seconds)

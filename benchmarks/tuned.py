@@ -132,11 +132,14 @@ def _close(rounds: list[list[float]]) -> bool:
 
 
 def heads(arguments: argparse.Namespace) -> None:
-    chosen = [head for head in all_heads() if not arguments.models or head["model"] in arguments.models]
+    chosen = [
+        (head, [out_dtype for name, out_dtype in DTYPES.items() if is_wanted(head["model"], name, arguments.models)])
+        for head in all_heads()
+    ]
     rows, tunings, begin = [], [], time.time()
-    for head in chosen[arguments.part :: arguments.parts]:
+    for head, out_dtypes in [one for one in chosen if one[1]][arguments.part :: arguments.parts]:
         weight = make(head)
-        for out_dtype in DTYPES.values():
+        for out_dtype in out_dtypes:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -164,7 +167,8 @@ def heads(arguments: argparse.Namespace) -> None:
             print(
                 f"{head['model']:<22} {str(out_dtype)[6:]:<8} {served:>2} rows by kernels, "
                 f"1-16 {mean(ratios[:16]):.3f}, 17-32 {mean(ratios[16:]):.3f}, worst {max(ratios):.3f}, "
-                f"tuned in {tuned.seconds:.1f} s ({report.compiled} compiled), noise {tuned.noise or 0:.4f}, {tunings[-1]['memory_mb_above_outputs']} MB "
+                f"tuned in {tuned.seconds:.1f} s ({report.compiled} compiled), noise {tuned.noise or 0:.4f}, "
+                f"{tunings[-1]['memory_mb_above_outputs']} MB "
                 f"[{time.time() - begin:.0f} s]",
                 flush=True,
             )
@@ -174,6 +178,10 @@ def heads(arguments: argparse.Namespace) -> None:
         write(
             arguments.out, {"machine": machine.describe(), "summary": summary(rows, tunings), "tunings": tunings}, rows
         )
+
+
+def is_wanted(model: str, out_dtype: str, models: list[str] | None) -> bool:
+    return not models or model in models or f"{model}:{out_dtype}" in models
 
 
 def mean(values: list[float]) -> float:
@@ -237,8 +245,12 @@ def write(path: Path, top: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def join(arguments: argparse.Namespace) -> None:
     parts = [json.loads(part.read_text()) for part in arguments.parts]
-    rows = [row for part in parts for row in part["rows"]]
-    tunings = [one for part in parts for one in part["tunings"]]
+    # A head that was measured again counts as it was measured last.
+    last = {(one["model"], one["out_dtype"]): index for index, part in enumerate(parts) for one in part["tunings"]}
+    rows, tunings = (
+        [one for index, part in enumerate(parts) for one in part[what] if last[one["model"], one["out_dtype"]] == index]
+        for what in ("rows", "tunings")
+    )
     top = {"machine": parts[0]["machine"], "summary": summary(rows, tunings), "tunings": tunings}
     write(arguments.out, top, rows)
     print(json.dumps(top["summary"], indent=1))
@@ -362,15 +374,22 @@ def cold(arguments: argparse.Namespace) -> None:
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes arguments from a file, one in a line: @FILE."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(fromfile_prefix_chars="@", **arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, parser_class=Parser)
     for name, function in (("heads", heads), ("again", again), ("choose", choose), ("cold", cold)):
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("--out", type=Path, required=True)
         if name == "heads":
-            command.add_argument("--models", nargs="*")
+            command.add_argument("--models", nargs="*", help="names as in heads.json, 'NAME 1/8', or NAME:float32")
             command.add_argument("--part", type=int, default=0)
             command.add_argument("--parts", type=int, default=1)
     joining = commands.add_parser("join")

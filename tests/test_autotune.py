@@ -89,6 +89,27 @@ def test_what_is_alike_goes_to_the_first(tuning):
     assert set(chosen(autotune(linear())).values()) == {"a"}
 
 
+@pytest.mark.parametrize(("us", "serves"), [(89.0, "a"), (87.5, "b")])
+def test_a_handicap_has_to_be_made_up_for(tuning, us, serves):
+    class Sensitive(Tactics):
+        def handicap(self, tactic):
+            return 0.02 if tactic == "b" else 0.0
+
+    tuning(steady(default=100, a=90, b=us), Sensitive("a", "b"))
+    report = autotune(linear())
+    assert set(chosen(report).values()) == {serves}
+    assert report.heads[0].rows[0].us == (us if serves == "b" else 90)  # as measured
+
+
+def test_a_handicap_does_not_count_against_the_default_gemm(tuning):
+    class Sensitive(Tactics):
+        def handicap(self, tactic):
+            return 0.02
+
+    tuning(steady(default=100, a=99), Sensitive("a"))
+    assert set(chosen(autotune(linear())).values()) == {"a"}
+
+
 def test_each_row_count_has_its_own_backend(tuning):
     first, second = Tactics("a", name="first", most_rows=8), Tactics("b", name="second")
     tuning(steady(default=lambda rows: 100, a=lambda rows: 80 + rows, b=lambda rows: 88 - rows / 4), first, second)

@@ -767,3 +767,8 @@ def test_cache_folder_that_is_none(capsys, monkeypatch, tmp_path, command):
 
 def test_cache_takes_an_action(capsys):
     assert "action" in refused(capsys, "cache")
+
+
+@pytest.mark.parametrize(("counts", "said"), [([1], "1"), ([3, 1, 2], "1-3"), ([True, "2", None, 1.5], "?"), ([], "?")])
+def test_row_ranges_of_tuned_heads(counts, said):
+    assert cli_cache._rows(rows(*counts)) == said

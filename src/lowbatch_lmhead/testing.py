@@ -35,6 +35,9 @@ class Reference:
     def autotune_tactics(self, problem: Problem) -> list[str]:
         return self.tactics(problem)
 
+    def handicap(self, tactic: Any) -> float:
+        return 0.0
+
     def smem_bytes(self, tactic: Any) -> None:
         return None
 

@@ -53,6 +53,12 @@ class Backend(Protocol):
     def autotune_tactics(self, problem: Problem) -> Sequence[Any]:
         """The tactics that ``autotune`` measures for ``problem``, the default first."""
 
+    def handicap(self, tactic: Any) -> float:
+        """What the measured gain over other tactics has to be for ``tactic`` to be preferred (0.02: 2 %).
+
+        For what a measurement does not show: a time that depends on where the operands of a call happen to lie.
+        """
+
     def smem_bytes(self, tactic: Any) -> int | None:
         """Shared memory of one CTA, in bytes, where it is known."""
 

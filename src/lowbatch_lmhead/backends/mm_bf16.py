@@ -40,6 +40,9 @@ class MmBf16:
     def autotune_tactics(self, problem: Problem) -> list[str]:
         return self.tactics(problem)
 
+    def handicap(self, tactic: str) -> float:
+        return 0.0
+
     def smem_bytes(self, tactic: str) -> None:
         return None
 

@@ -3,8 +3,8 @@
 What they tell each other goes through the key-value store of their process group, whatever its backend is: no collective
 runs, no device is touched, no further group is made, and nothing is unpickled. A gloo group of our own would not do: one
 made with ``use_local_synchronization`` takes the name, and so the stale addresses, of a destroyed one of the same ranks;
-it waits for a missing member longer than its timeout; and it cannot be dropped, nor a wait in it be interrupted, while an
-operation is pending.
+it outlasts its timeout when a member is missing; and while an operation is pending, it can neither be interrupted nor
+dropped.
 
 Rules:
 - a rank that fails says so in the store, and the others find it there while they wait;
@@ -89,10 +89,10 @@ class Ranks:
             session = _Session(self._store, self.rank, self.size, self._timeout_s)
             try:
                 session.enter()
+                self._session = session
             except BaseException as error:
                 session.leave(error)
                 raise
-            self._session = session
         return self
 
     def __exit__(
@@ -117,16 +117,11 @@ def _membership(process_group: Any) -> tuple[int, int, Store | None]:
         return 0, 1, None
     import torch.distributed as dist
 
-    wanted = (
-        "a torch.distributed process group of this rank, such as torch.distributed.group.WORLD, or None for one rank"
-    )
-    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+    wanted = "a torch.distributed process group of this rank, such as torch.distributed.group.WORLD, or None for one"
+    available = dist.is_available()
+    if not available or not isinstance(process_group, dist.ProcessGroup):
         what = f"{process_group!r}"
-        if (
-            dist.is_available()
-            and isinstance(process_group, int)
-            and process_group == dist.GroupMember.NON_GROUP_MEMBER
-        ):
+        if available and isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
             what += ", which new_group gives to ranks outside of the group"
         raise ValueError(f"process_group has to be {wanted}; it is {what}")
     rank, size = process_group.rank(), process_group.size()
@@ -166,12 +161,10 @@ class _Session:
             said = [json.loads(self._store.get(key)) for key in keys]
             # All ranks are at this step, so all have read the one before.
             self._store.delete(f"{self._step - 1}/{self._rank}")
-            astray = {
-                rank: f"was at {place} when rank {self._rank} was at {at}" for rank, (place, _) in enumerate(said)
-            }
-            astray = {rank: reason for rank, reason in astray.items() if said[rank][0] != at}
-            if astray:
-                self._fail(astray)
+            places = {rank: place for rank, (place, _) in enumerate(said) if place != at}
+            if places:
+                own = f"when rank {self._rank} was at {at}"
+                self._fail({rank: f"was at {place} {own}" for rank, place in places.items()})
         return [json.loads(text) for _, text in said]
 
     def agree(self) -> None:
@@ -180,7 +173,7 @@ class _Session:
         try:
             outcome = self._decide(_AGREED)
         except _StoreLost:
-            self._over = _AGREED  # all have come here, so who kept the store has left with success
+            self._over = _AGREED  # all have come here, and who kept the store has left since
             return
         if outcome == _FAILED:
             with self._lost_store_is_a_failure():
@@ -226,13 +219,13 @@ class _Session:
         ended: list[int] = []
 
         def settled() -> bool:
-            # The outcome first: a late rank finds all values of a step that the others have given up.
-            if self._store.has([_OUTCOME]) or self._store.has(keys):
+            if self._store.has(keys) or self._store.has([_OUTCOME]):
                 return True
             ended.extend(self._processes.ended())
             return bool(ended)
 
         in_time = self._wait_until(settled)
+        # The outcome first: a late rank finds all values of a step that the others have given up.
         if self._store.has([_OUTCOME]):
             if self._store.get(_OUTCOME) == _FAILED:
                 self._fail({})

@@ -59,6 +59,10 @@ class Option:
     def name(self) -> Name:
         return f"{self.backend.name} ({self.tactic})"
 
+    def weigh(self, us: float) -> float:
+        """``us`` as it counts beside other launches."""
+        return us * (1 + self.backend.handicap(self.tactic))
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -158,7 +162,8 @@ class Search:
         ready = [option for option in ready if option.name in measured.us]
         if not ready:
             return []
-        best, us = min(measured.us.values()), measured.us
+        us = {option.name: option.weigh(measured.us[option.name]) for option in ready}
+        best = min(us.values())
         close = [option for option in ready if us[option.name] <= best * (1 + CLOSE)]
         # In the listed order what is as good as the best, so that inside the bucket it is chosen as at its end.
         return sorted(close, key=lambda option: max(us[option.name], best * (1 + TIE)))[:FINALISTS]
@@ -195,7 +200,7 @@ class Search:
         calls = [_default, *(self._launches[option.name].call for option in ready)]
         calls += [_default] if twice else []
         with self._timer.contest(rows, calls) as contest:
-            times = [timing.us for timing in compare(contest, len(calls), LEAST_GAIN)]
+            times = [timing.us for timing in compare(contest, len(calls), LEAST_GAIN, keep_last=twice)]
         own = Measured(
             times[0],
             {option.name: us for option, us in zip(ready, times[1:])},
@@ -233,14 +238,11 @@ class Search:
         measured = self._result.measured[rows]
         noise = min(MOST_NOISE, max(measured.noise, self._result.noise))
         limit = measured.default_us * (1 - max(LEAST_GAIN, noise))
-        times = {name: us for name, us in measured.us.items() if us < limit and name not in self._wrong}
-        if not times:
-            return None
-        best = min(times.values())
-        able = options(self._plan.problem(rows))[0]
-        ordered = [option for option in able if option.name in times]
-        ordered += [option for option in among or [] if option.name in times and option not in ordered]
-        return next((option for option in ordered if times[option.name] <= best * (1 + TIE)), None)
+        able = [option for option in options(self._plan.problem(rows))[0] if option.name in measured.us]
+        able += [option for option in among or [] if option.name in measured.us and option not in able]
+        quicker = [option for option in able if measured.us[option.name] < limit and option.name not in self._wrong]
+        times = [option.weigh(measured.us[option.name]) for option in quicker]
+        return next((option for option, us in zip(quicker, times) if us <= min(times) * (1 + TIE)), None)
 
     def _choose(self, rows: int, ends: list[int], finalists: dict[int, list[Option]]) -> Option | None:
         above, measured = next(end for end in ends if end >= rows), self._result.measured.get(rows)

@@ -26,7 +26,7 @@ from torch import Tensor
 Call = Callable[..., Any]
 
 GRAPH_US = 1500.0  # of work in one graph: the events' resolution of 0.5 us is less than 0.05 % of it
-WARM_UP_US = 50_000.0
+WARM_UP_US = 100_000.0
 ADDRESSES = 16  # of x
 X_BYTES = 16 << 20  # at most, for x at all addresses
 LEAST_ROUNDS = 3
@@ -60,14 +60,15 @@ class Timing:
     rounds: int
 
 
-def compare(contest: Contest, count: int, margin: float = 0.01) -> list[Timing]:
+def compare(contest: Contest, count: int, margin: float = 0.01, keep_last: bool = False) -> list[Timing]:
     """Time ``count`` calls, the first of them the yardstick, for as many rounds as the result needs.
 
-    A call that is clearly behind the best is left out after a few rounds. It ends early when what is left differs from the
+    A call that is clearly behind the best is left out after a few rounds, but not the yardstick, nor with ``keep_last`` the
+    last call. It ends early when what is left differs from the
     yardstick by more than ``margin`` and three times the spread of the rounds.
     """
     times: list[list[float]] = [[] for _ in range(count)]
-    active = list(range(count))
+    active, kept = list(range(count)), (0, count - 1) if keep_last else (0,)
     for done in range(1, MOST_ROUNDS + 1):
         turn = active if done % 2 else active[::-1]
         for index, us in zip(turn, contest.round(turn)):
@@ -76,9 +77,10 @@ def compare(contest: Contest, count: int, margin: float = 0.01) -> list[Timing]:
             continue
         medians = [statistics.median(values) for values in times]
         best = min(medians[index] for index in active)
-        active = [i for i in active if i == 0 or medians[i] <= best * (1 + OUT_OF_THE_RUNNING)]
-        clear = all(_is_clear(times[0], times[index], margin) for index in active[1:])
-        if clear and (len(active) <= 2 or done >= ENOUGH_ROUNDS):
+        active = [i for i in active if i in kept or medians[i] <= best * (1 + OUT_OF_THE_RUNNING)]
+        left = [index for index in active if index not in kept]
+        clear = all(_is_clear(times[0], times[index], margin) for index in left)
+        if clear and (len(left) <= 1 or done >= ENOUGH_ROUNDS):
             break
     return [Timing(statistics.median(values), len(values)) for values in times]
 
@@ -210,14 +212,14 @@ def tuning_stream(device: torch.device) -> Iterator[None]:
 
 
 def _inputs(max_rows: int, weight: Tensor) -> list[Tensor]:
-    """Random x (max_rows, hidden) at up to ``ADDRESSES`` addresses, unevenly far apart."""
+    """Random x (max_rows, hidden) at up to ``ADDRESSES`` addresses, unevenly far apart, over several pages of 2 MB."""
     hidden, itemsize = weight.shape[1], weight.itemsize
     size = -(-max_rows * hidden * itemsize // 512) * 512  # allocations start at multiples of 512 bytes
-    count = max(2, min(ADDRESSES, X_BYTES // (size + 512 * ADDRESSES)))
-    starts = [index * size + 512 * (index * index % ADDRESSES + index) for index in range(count)]
+    count = max(2, min(ADDRESSES, X_BYTES // size))
+    step = max(size, X_BYTES // ADDRESSES)
+    starts = [index * step + 512 * (index * index % ADDRESSES if step > size else 0) for index in range(count)]
     generator = torch.Generator(weight.device).manual_seed(1)
-    elements = (starts[-1] + size) // itemsize
-    memory = torch.randn(elements, generator=generator, dtype=weight.dtype, device=weight.device)
+    memory = torch.randn((starts[-1] + size) // itemsize, generator=generator, dtype=weight.dtype, device=weight.device)
     return [memory[s // itemsize : s // itemsize + max_rows * hidden].view(max_rows, hidden) for s in starts]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -189,6 +192,45 @@ class TestWarpTactics:
         assert {arch for arch, _ in seen} == set(devices.ARCHITECTURES)
         assert len(seen) > 40
 
+    def test_what_autotune_measures_is_valid_and_fits(self, warp):
+        most = dict.fromkeys(devices.ARCHITECTURES, 0)
+        for given in problems(WARP, (1, 8, 9, 16, 17, 32)):
+            tactics = WARP.autotune_tactics(given)
+            assert tactics[0] == WARP.tactics(given)[0]
+            assert len(set(tactics)) == len(tactics) <= 4
+            for tactic in tactics:
+                size, _ = warp_splitk.parts(given.vocab, tactic.output_tile)
+                warp.validate_tactic(
+                    warp.WarpSplitKTactic(*dataclasses.astuple(tactic)), given.rows, size, given.hidden
+                )
+                assert tactic.token_tile >= given.rows
+                assert WARP.smem_bytes(tactic) <= devices.ARCHITECTURES[given.arch].smem_per_block
+            most[given.arch] = max(most[given.arch], len(tactics))
+        assert min(most.values()) >= 3
+
+    def test_what_autotune_measures_serves_a_bucket_of_row_counts(self):
+        """So that a choice at the end of a bucket can be made inside it."""
+        for given in problems(WARP, (1,)):
+            for first, last in ((1, 8), (9, 16), (17, 32)):
+                found = {
+                    tuple(WARP.autotune_tactics(dataclasses.replace(given, rows=r))) for r in range(first, last + 1)
+                }
+                assert len(found) == 1
+
+    def test_a_small_output_tile_has_a_handicap(self):
+        assert WARP.handicap(warp_splitk.Tactic(16, 8, 128, 7, 2)) > 0
+        assert WARP.handicap(warp_splitk.Tactic(32, 8, 128, 7, 2)) == 0
+
+    def test_the_deepest_ring(self):
+        sm90 = devices.ARCHITECTURES["sm_90a"]
+        for residents in (1, 2, 3, 4):
+            tactic = warp_splitk.deepest_ring(32, 8, 128, residents, 8192, sm90)
+            fits = sm90.smem_per_sm // (warp_splitk.smem_bytes(tactic) + warp_splitk.RESERVED_SMEM)
+            deeper = warp_splitk.smem_bytes(dataclasses.replace(tactic, stages=tactic.stages + 1))
+            assert fits >= residents
+            assert tactic.stages == 16 or sm90.smem_per_sm < residents * (deeper + warp_splitk.RESERVED_SMEM)
+        assert warp_splitk.deepest_ring(32, 32, 256, 4, 8192, sm90) is None
+
     def test_few_tactics_for_all_row_counts(self):
         for given in problems(WARP, (1,)):
             for first, last in ((1, 8), (9, 16), (17, 32)):
@@ -224,6 +266,12 @@ class TestClusterTactics:
             )
             assert tactic.mma_n >= given.rows
             assert CLUSTER.smem_bytes(tactic) <= capacity
+            tactics = CLUSTER.autotune_tactics(given)
+            assert tactics[0] == tactic
+            assert {one.split_k for one in tactics} == {k for k in (1, 2, 3, 4) if given.hidden // 128 % k == 0}
+            for one in tactics:
+                theirs = cluster.SplitKTactic(*dataclasses.astuple(one))
+                cluster.validate_tactic(theirs, given.rows, given.vocab, given.hidden, smem_capacity=capacity)
             count += 1
         assert count > 500
 
@@ -246,6 +294,47 @@ class TestDirectTactics:
     def test_names_differ_by_row_count(self):
         assert len({str(DIRECT.tactics(problem(rows=rows))[0]) for rows in (1, 2, 3)}) == 3
         assert str(direct.Tactic(64, 2, 3)) == "64 threads, 2 outputs, 3 rows"
+
+    def test_autotune_measures_it_where_it_can_win(self):
+        counts = {rows: len(DIRECT.autotune_tactics(problem(rows=rows))) for rows in (1, 2, 3)}
+        assert counts == {1: 1, 2: 0, 3: 0}  # beyond one row it lost to warp split-K wherever that serves
+        assert len(DIRECT.autotune_tactics(problem(rows=3, vocab=15))) == 1
+
+
+class TestMmBf16Tuning:
+    """FlashInfer's own tuner, stood for by a module that notes how it is called."""
+
+    @pytest.fixture
+    def fake(self, monkeypatch):
+        module, calls = types.ModuleType("flashinfer"), []
+
+        @contextlib.contextmanager
+        def autotune(tune_mode):
+            calls.append(("tuning", tune_mode))
+            yield
+            calls.append(("done",))
+
+        def mm_bf16(x, weight, bias, out, backend):
+            calls.append((tuple(x.shape), tuple(weight.shape), tuple(out.shape), backend))
+
+        module.autotune, module.mm_bf16 = autotune, mm_bf16
+        monkeypatch.setitem(sys.modules, "flashinfer", module)
+        return calls
+
+    def test_it_runs_inside_flashinfers_tuner(self, fake, monkeypatch, tmp_path):
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").write_text("")
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        state = torch.get_rng_state()
+        assert MM.tune(problem(arch="sm_100a"), torch.empty(1024, 512, dtype=BF16), None) is None
+        assert fake == [("tuning", True), ((2, 512), (512, 1024), (2, 1024), "cute-dsl"), ("done",)]
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_without_nvcc_it_says_that_it_could_not(self, fake, monkeypatch, tmp_path):
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        note = MM.tune(problem(arch="sm_100a"), torch.empty(1024, 512, dtype=BF16), None)
+        assert "nvcc" in note
+        assert not fake
 
 
 def test_mm_bf16_has_one_tactic():

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbatch_lmhead import backends, cli, cli_cache, devices, objects, testing
+from lowbatch_lmhead import TunedHead, TuningReport, backends, cli, cli_cache, devices, objects, testing
 from lowbatch_lmhead.backends import flashinfer
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 from lowbatch_lmhead.plan import Plan, PlanKey
@@ -772,3 +772,87 @@ def test_cache_takes_an_action(capsys):
 @pytest.mark.parametrize(("counts", "said"), [([1], "1"), ([3, 1, 2], "1-3"), ([True, "2", None, 1.5], "?"), ([], "?")])
 def test_row_ranges_of_tuned_heads(counts, said):
     assert cli_cache._rows(rows(*counts)) == said
+
+
+# --- tune (measuring takes a GPU: tests/gpu/test_autotune.py runs it there) ---
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """What ``tune`` hands to autotune, on a machine that passes for one with a GPU."""
+    calls = []
+
+    def autotune(head, **arguments):
+        calls.append((tuple(head[0].shape), head[0].dtype, head[1] is not None, arguments))
+        found = TunedHead("head", *head[0].shape, "bfloat16", "bfloat16", "measured", (), None, 0.001, (), 1.0)
+        return TuningReport((found,), 1.0, 0, 0)
+
+    monkeypatch.setattr(cli, "autotune", autotune)
+    monkeypatch.setattr(cli, "_here", lambda: (torch.device("cpu"), "a GPU, sm_90a"))
+    monkeypatch.setattr(cli.devices, "architecture", lambda device: "sm_90a")
+    return calls
+
+
+def test_tune_without_a_gpu(capsys):
+    assert cli.main(["tune", "--vocab", "1000", "--hidden", "64"]) == 1
+    assert "tuning measures on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "shapes"),
+    [
+        (["--vocab", "1000", "--hidden", "64"], [(1000, 64)]),
+        (["--vocab", "1000", "--hidden", "64", "--tp", "4"], [(256, 64)]),  # padded to 1024
+        (["--vocab", "1000", "--hidden", "64", "--tp", "4", "--pad", "8"], [(250, 64)]),
+        (["--vocab", "1000", "--hidden", "64", "--pad", "64"], [(1024, 64)]),
+        (["--model", "gpt2", "--tp", "8"], [(6288, 768)]),
+        (["--model", "gpt2", "--vocab", "1000", "--hidden", "64"], [(50257, 768), (1000, 64)]),
+    ],
+)
+def test_tune_takes_one_ranks_part(capsys, tuned, argv, shapes):
+    assert cli.main(["tune", *argv]) == 0
+    assert [call[0] for call in tuned] == shapes
+    assert "measured in 1.00 s" in capsys.readouterr().out
+
+
+def test_tune_hands_its_arguments_on(tuned, tmp_path):
+    argv = ["--rows", "16", "--out-dtype", "float32", "--bias", "--budget", "5", "--again", "--dir", str(tmp_path)]
+    assert cli.main(["tune", "--vocab", "1000", "--hidden", "64", *argv]) == 0
+    ((_, dtype, bias, arguments),) = tuned
+    assert dtype is torch.bfloat16
+    assert bias
+    assert arguments == {
+        "max_rows": 16, "out_dtype": torch.float32, "cache": tmp_path, "refresh": True, "budget_s": 5.0, "progress": None,
+    }  # fmt: skip
+
+
+def test_tune_json(capsys, tuned):
+    assert cli.main(["tune", "--model", "gpt2", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["model"] == "gpt2"
+    assert report["heads"][0]["vocab"] == 50257
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "which head?"),
+        (["--vocab", "1000"], "--vocab and --hidden go together"),
+        (["--vocab", "1000", "--hidden", "64", "--tp", "7"], "--tp 7 does not divide a vocabulary of 1024"),
+        (["--vocab", "1000", "--hidden", "64", "--tp", "0"], "'0' is not a whole number"),
+        (["--vocab", "1000", "--hidden", "64", "--dtype", "float32", "--out-dtype", "float16"], "out_dtype must be"),
+        (["--model", "no such model"], "neither one of"),
+    ],
+)
+def test_wrong_arguments_of_tune(capsys, tuned, argv, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", *argv])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not tuned
+
+
+def test_what_autotune_refuses_is_a_wrong_argument(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", "--vocab", "1000", "--hidden", "64", "--budget", "often"])
+    assert ended.value.code == 2

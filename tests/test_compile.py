@@ -37,6 +37,22 @@ def cases():
     yield pytest.param(WARP, "sm_90a", {"vocab": 17, "hidden": 128, "rows": 32}, id="a small odd head, 32 rows")
 
 
+def cases_of_tuning():
+    """The tactics that only autotune measures, on one or two row tiles of each architecture."""
+    for backend, arch, rows in ((WARP, "sm_90a", 1), (WARP, "sm_90a", 32), (WARP, "sm_100a", 16), (WARP, "sm_120a", 8),
+                                (CLUSTER, "sm_103a", 8), (CLUSTER, "sm_100a", 32)):  # fmt: skip
+        problem = Problem(1024, 1536, rows, BF16, FP32, False, arch)
+        for tactic in backend.autotune_tactics(problem)[1:]:
+            yield pytest.param(backend, problem, tactic, id=f"{backend.name}, {arch}, {tactic}")
+
+
+@pytest.mark.parametrize(("backend", "problem", "tactic"), list(cases_of_tuning()))
+def test_what_autotune_measures_compiles(backend, problem, tactic):
+    key, library = backend.build(problem, tactic)
+    assert elf.architectures(library) == {problem.arch}
+    assert key["tactic"] == str(tactic)
+
+
 def cases_of_large_heads():
     yield pytest.param(WARP, {"vocab": 256000, "hidden": 12288}, id="2**31 weights and more")
     yield pytest.param(WARP, {"vocab": 256003, "hidden": 12288, "out_dtype": FP32}, id="in two parts")

@@ -155,8 +155,8 @@ class WarpSplitK(CompiledBackend):
         return autotune_tactics(problem)
 
     def handicap(self, tactic: Tactic) -> float:
-        # Each CTA reads all of x from L2, so half the output tile is twice the reading, and hot spots: at some addresses of x
-        # such a launch takes 2 to 8 % longer (x in benchmarks/results/h200/writes.json).
+        # Each CTA reads all of x from L2, so half the output tile is twice the reading, and hot spots: at some addresses
+        # of x such a launch takes 2 to 8 % longer (x in benchmarks/results/h200/writes.json).
         return 0.02 if tactic.output_tile == 16 else 0.0
 
     def smem_bytes(self, tactic: Tactic) -> int:

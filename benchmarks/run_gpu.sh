@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # GPU tests and benchmarks in one go; results as JSON in $OUT (default: benchmarks/results/new).
 #   usage: benchmarks/run_gpu.sh [OBJECTS]
-# OBJECTS: a folder of kernels compiled without a GPU (benchmarks/compile_all.py --arch sm_90a --out OBJECTS); the
-# benchmarks load them instead of compiling for every head.
+# OBJECTS: a folder of kernels compiled without a GPU (benchmarks/compile_all.py --arch sm_90a --out OBJECTS, with --tuning
+# --shards for tuned.py too); the benchmarks load them instead of compiling for every head.
+# TUNED=1 measures autotune as well (about 9 minutes), TUNED=only nothing else; NO_TESTS=1 leaves the tests out.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results/new}; mkdir -p "$out"
@@ -10,8 +11,15 @@ python=${PYTHON:-python3}; export PYTHONPATH=$PWD/src:${PYTHONPATH:-}
 status=0
 if [ -n "${1:-}" ]; then chmod 700 "$1"; export LOWBATCH_LMHEAD_OBJECTS=$(realpath "$1"); fi
 step() { echo "== $*"; local begin=$SECONDS; "$@" || { status=1; echo "FAILED: $*"; }; echo "== $((SECONDS - begin)) s"; }
+if [ "${TUNED:-}" != only ]; then
 [ -n "${NO_TESTS:-}" ] || step env -u LOWBATCH_LMHEAD_OBJECTS "$python" -m pytest -q -m gpu tests/gpu --junitxml "$out/tests.xml"
 step "$python" benchmarks/host.py --out "$out/host.json" ${LOWBATCH_LMHEAD_OBJECTS:+--objects "$LOWBATCH_LMHEAD_OBJECTS"}
 step "$python" benchmarks/writes.py --out "$out/writes.json"
 step "$python" benchmarks/core.py --out "$out/core.json"
+fi
+if [ -n "${TUNED:-}" ]; then
+  step env -u LOWBATCH_LMHEAD_OBJECTS "$python" benchmarks/tuned.py cold --out "$out/tuned_cold.json"
+  step "$python" benchmarks/tuned.py again --out "$out/tuned_again.json"
+  step "$python" benchmarks/tuned.py heads --out "$out/tuned.json"
+fi
 exit $status

@@ -13,7 +13,7 @@ from lowbatch_lmhead import head
 def test_python_blocks_run(monkeypatch, capsys):
     monkeypatch.setattr(head, "_readers", {})
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict = {}
     for block in blocks:
         exec(block, namespace)

@@ -265,7 +265,10 @@ class TestDecision:
 
     def test_prints_why_not(self, kernel):
         decision = explain(linear(), inputs(17))
-        assert str(decision) == "17 rows: default GEMM\n  because kernels serve up to 16 rows on cpu"
+        assert str(decision) == (
+            "17 rows: default GEMM\n  because kernels serve up to 16 rows on cpu, more where autotune has measured that they "
+            "are quicker"
+        )
 
     def test_is_true_when_taken(self, kernel):
         assert explain(linear(), inputs(2))

@@ -154,7 +154,7 @@ def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str,
 def autotune(
     model_or_head: Any,
     *,
-    max_rows: int = 32,
+    max_rows: int = gate.MEASURED_ROWS,
     out_dtype: torch.dtype | None = None,
     cache: bool | str | os.PathLike[str] = True,
     refresh: bool = False,

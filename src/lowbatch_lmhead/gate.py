@@ -18,6 +18,8 @@ from .backends.base import dtype_name
 from .head import Head, is_plain
 from .plan import Plan, plan_for
 
+MEASURED_ROWS = 32  # what autotune measures unless it is told otherwise
+
 functorch_level = torch._C._functorch.maybe_current_level
 dispatch_modes = torch._C._len_torch_dispatch_stack
 tracing = torch._C._get_tracing_state
@@ -143,6 +145,8 @@ def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
+        if plan.tuned is None and plan.max_rows < MEASURED_ROWS:
+            reason += ", more where autotune has measured that they are quicker"
         return refused([reason], rows)
     entry = plan.entries[rows]
     if entry is None:

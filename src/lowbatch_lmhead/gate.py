@@ -146,7 +146,7 @@ def decide_rows(plan: Plan, rows: int) -> Decision:
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
         if plan.tuned is None and plan.max_rows < MEASURED_ROWS:
-            reason += ", more where autotune has measured that they are quicker"
+            reason += ", and more where autotune finds them quicker"
         return refused([reason], rows)
     entry = plan.entries[rows]
     if entry is None:

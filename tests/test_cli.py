@@ -774,7 +774,7 @@ def test_row_ranges_of_tuned_heads(counts, said):
     assert cli_cache._rows(rows(*counts)) == said
 
 
-# --- tune (measuring takes a GPU: tests/gpu/test_autotune.py runs it there) ---
+# --- tune (measuring takes a GPU: tests/gpu/test_gpu_autotune.py runs it there) ---
 
 
 @pytest.fixture

@@ -342,7 +342,17 @@ class TestHowManyWorkers:
 
     @pytest.mark.parametrize(
         ("cores", "ranks", "count"),
-        [(1, "", 1), (2, "", 1), (3, "", 1), (4, "", 2), (64, "", 2), (64, "16", 2), (64, "32", 1), (8, "8", 1), (8, "x", 2)],
+        [
+            (1, "", 1),
+            (2, "", 1),
+            (3, "", 1),
+            (4, "", 2),
+            (64, "", 2),
+            (64, "16", 2),
+            (64, "32", 1),
+            (8, "8", 1),
+            (8, "x", 2),
+        ],
     )
     def test_by_default(self, cores, ranks, count, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))

@@ -18,9 +18,10 @@ import torch
 
 from lowbatch_lmhead import TunedHead, TuningReport, backends, cli, cli_cache, devices, objects, testing
 from lowbatch_lmhead.backends import flashinfer
+from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 from lowbatch_lmhead.plan import Plan, PlanKey
-from lowbatch_lmhead.tuning import cache, tune
+from lowbatch_lmhead.tuning import cache, search, tune
 
 HEAD = ["--vocab", "4096", "--hidden", "1024"]
 needs_compiler = pytest.mark.skipif(
@@ -266,6 +267,21 @@ def test_compile_all_backends(capsys):
     assert [name.split("  ")[1] for name in names] == ["1", "(1)", "(1)"]
     assert all(backend in done.out for backend in ("warp split-K", "cluster split-K", "direct"))
     assert "in brackets" in done.out
+
+
+@needs_compiler
+def test_compile_what_autotune_measures(capsys, tmp_path):
+    """Every launch that the search of autotune may ask for is there afterwards."""
+    folder = tmp_path / "kernels"
+    done = run(capsys, "compile", "--arch", "sm_90a", *HEAD, "--rows", "16", "--tuning", "--out", str(folder))
+    assert done.status == 0
+    assert "or where autotune finds it quicker" in done.out
+    plan = Plan(PlanKey(torch.device("meta"), 4096, 1024, torch.bfloat16, torch.bfloat16, False), "sm_90a")
+    wanted = search.wanted(plan, 16)
+    assert len(wanted) > 6
+    for backend, problem, tactic in wanted:
+        assert (folder / f"{objects.stem(object_key(backend.name, problem, tactic))}.json").exists()
+    assert len(list(folder.glob("*.so"))) == len(wanted)
 
 
 def test_compile_of_a_head_that_is_not_served(capsys):

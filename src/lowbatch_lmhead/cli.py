@@ -37,6 +37,7 @@ from .gate import Decision
 from .head import Head
 from .plan import Plan, PlanKey
 from .report import HeadReport
+from .tuning import search
 
 T = TypeVar("T")
 Facts = dict[str, Any]
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
     _add_types(compile_)
     compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
+    compile_.add_argument("--tuning", action="store_true", help="compile also what autotune measures, up to 32 rows")
     compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
     compile_.set_defaults(command=_compile, parser=compile_)
 
@@ -543,6 +545,8 @@ def _compile(args: argparse.Namespace) -> int:
         decisions = [gate.decide_rows(plan, rows) for rows in range(1, last + 1)]
         served.append(any(decisions))
         jobs = _jobs(plan, last, args.all_backends)
+        if args.tuning:
+            jobs += _tuning_jobs(plan, args.rows or gate.MEASURED_ROWS, jobs)
         print(f"{name + ', ' if name else ''}{size.vocab}x{size.hidden} head, {types}, on {args.arch}")
         built = [_run(job, table, folder) for table in [_Table(jobs)] for job in jobs]
         if served[-1] and last == plan.max_rows:
@@ -601,6 +605,21 @@ def _jobs(plan: Plan, last: int, every: bool) -> list[Job]:
                 job = jobs.setdefault((backend.name, str(tactic)), Job(backend, tactic, problem))
                 (job.spare if place else job.first).append(rows)
     return sorted(jobs.values(), key=lambda job: not job.first)
+
+
+def _tuning_jobs(plan: Plan, last: int, others: list[Job]) -> list[Job]:
+    """The kernels that autotune measures at 1 to ``last`` rows besides ``others``."""
+    jobs = {(job.backend.name, str(job.tactic)): job for job in others}
+    for rows in range(1, last + 1):
+        problem = plan.problem(rows)
+        for option in search.options(problem)[0]:
+            if isinstance(option.backend, CompiledBackend):
+                job = jobs.setdefault(
+                    (option.backend.name, str(option.tactic)), Job(option.backend, option.tactic, problem)
+                )
+                if rows not in job.first:
+                    job.spare.append(rows)
+    return [job for job in jobs.values() if job not in others]
 
 
 def _build(job: Job) -> Built:
@@ -665,7 +684,7 @@ def _not_compiled(report: HeadReport, jobs: list[Job], most: int) -> Iterator[st
             yield f"  {f'{first}+' if last > most else _ranges(range(first, last + 1))} rows: {_name(decision)}"
             yield from (f"    because {reason}" for reason in decision.reasons)
     if any(not job.first for job in jobs):
-        yield "  (rows) in brackets: it serves them if what comes before it fails"
+        yield "  (rows) in brackets: it serves them if what comes before it fails, or where autotune finds it quicker"
 
 
 def _ranges(rows: Sequence[int]) -> str:

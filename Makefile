@@ -2,6 +2,7 @@
 #
 #   make demo     a real model answers a question through lowbatch_lmhead.project
 #   make test     the tests (PYTEST_ARGS="-k gate -x"); those that need a GPU are skipped where there is none
+#   make test-vllm, make test-sglang    the adapters in the engines' own classes, without a GPU; each in its own environment
 #   make lint     ruff and mypy
 #   make clean    remove the environment and every cache
 #
@@ -22,7 +23,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint clean
+# The engines pin their own versions of much. Without a GPU they are installed with what the tests import alone.
+VLLM_VERSION ?= 0.33.0
+SGLANG_VERSION ?= 0.5.23
+ENGINE_TORCH ?= torch==2.13.0
+
+.PHONY: install demo test test-vllm test-sglang lint clean
 
 install: $(INSTALLED)
 
@@ -43,11 +49,30 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+$(VENV)-vllm/.installed: tests/adapters/vllm-requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --disable-pip-version-check $(ENGINE_TORCH) pytest
+	$(VENV)-vllm/bin/pip install --disable-pip-version-check --no-deps vllm==$(VLLM_VERSION) --editable . -r $<
+	touch $@
+
+$(VENV)-sglang/.installed: tests/adapters/sglang-requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/pip install --disable-pip-version-check $(ENGINE_TORCH) pytest
+	$(VENV)-sglang/bin/pip install --disable-pip-version-check --no-deps sglang==$(SGLANG_VERSION) torchvision --editable .
+	$(VENV)-sglang/bin/pip install --disable-pip-version-check -r $<
+	touch $@
+
+test-vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/python -m pytest tests/adapters/test_vllm.py $(PYTEST_ARGS)
+
+test-sglang: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/python -m pytest tests/adapters/test_sglang.py $(PYTEST_ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info
 	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ import json, os, pathlib, shutil, sys, time
 sys.path[:0] = [{tests!r}]
 import torch
 import torch.distributed as dist
+import lowbatch_lmhead
 from lowbatch_lmhead import autotune, backends, explain, project, testing
 from lowbatch_lmhead.tuning import ranks as ranks_module, timing
 from scripted import Script, Tactics, steady
@@ -104,6 +105,31 @@ LIVE = {
             report = autotune(head, process_group=group, cache=False)
             sources.append(report.heads[0].source)
         say(report, sources=sources)
+    """,
+    # Each was tuned by itself before, and found another choice.
+    "earlier calls that differ": """
+        head, sources = linear(), []
+        tuning(steady(default=100, a=80 + 15 * rank, b=95 - 15 * rank))
+        autotune(head, cache=False)
+        for _ in range(2):
+            report = autotune(head, process_group=group, cache=False)
+            sources.append(report.heads[0].source)
+        say(report, sources=sources)
+    """,
+    "a reader that fails on one": """
+        class Odd:
+            pass
+        def reader(odd):
+            if rank:
+                raise RuntimeError("a reader that broke")
+            return head.weight, None
+        head = linear()
+        lowbatch_lmhead.register_head(Odd, reader)
+        tuning(steady(default=100, a=95, b=80))
+        try:
+            autotune(Odd(), process_group=group)
+        except Exception as error:
+            say(autotune(head, process_group=group), error=f"{type(error).__name__}: {error}")
     """,
     "budget": """
         tuning(steady(default=100, a=95, b=80))
@@ -252,6 +278,21 @@ def test_the_cache_counts_where_both_have_the_same(results):
 
 def test_an_earlier_call_counts_where_both_made_it(results):
     assert alike(results, "earlier call on one")["sources"] == ["measured", "earlier call"]
+
+
+def test_earlier_calls_count_where_they_chose_alike(results):
+    said = alike(results, "earlier calls that differ")
+    assert said["sources"] == ["measured", "earlier call"]
+
+
+def test_a_reader_that_fails_on_one_rank_raises_on_both(results):
+    """At once, and the next call finds the ranks in step."""
+    first, second = results["a reader that fails on one"]
+    assert first["error"] == "ValueError: rank 1 cannot tune: a reader that broke"
+    assert second["error"] == "RuntimeError: a reader that broke"
+    for one in (first, second):
+        assert one["source"] == "measured"
+        assert one["seconds"] < 10
 
 
 def test_the_budget_of_one_rank_ends_it_on_both(results):

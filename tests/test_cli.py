@@ -858,6 +858,10 @@ def test_tune_json(capsys, tuned):
         (["--vocab", "1000", "--hidden", "64", "--tp", "0"], "'0' is not a whole number"),
         (["--vocab", "1000", "--hidden", "64", "--dtype", "float32", "--out-dtype", "float16"], "out_dtype must be"),
         (["--model", "no such model"], "neither one of"),
+        (["--model", "gpt2", "--rows", "129"], "'129' is not a whole number from 1 to 128"),
+        (["--model", "gpt2", "--budget", "nan"], "'nan' is not a number of seconds"),
+        (["--model", "gpt2", "--budget", "-1"], "'-1' is not a number of seconds"),
+        (["--model", "gpt2", "--dir", ""], "it is empty"),
     ],
 )
 def test_wrong_arguments_of_tune(capsys, tuned, argv, said):

@@ -170,7 +170,7 @@ def autotune(
 
     Args:
         model_or_head: as for ``warmup``.
-        max_rows: tune row counts 1 to max_rows, at most 128. More rows stay with the default GEMM.
+        max_rows: tune row counts 1 to max_rows, at most 128. More rows than that are left as ``warmup`` leaves them.
         out_dtype: tune for this ``out_dtype`` of ``project``.
         cache: the folder in which choices are kept, True for the user's cache folder (``LOWBATCH_LMHEAD_CACHE``, else
             ``$XDG_CACHE_HOME/lowbatch-lmhead``, else ``~/.cache/lowbatch-lmhead``), False for none.

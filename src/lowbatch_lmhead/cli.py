@@ -38,6 +38,7 @@ from .head import Head
 from .plan import Plan, PlanKey
 from .report import HeadReport
 from .tuning import search
+from .tuning.tune import MOST_ROWS
 
 T = TypeVar("T")
 Facts = dict[str, Any]
@@ -111,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--tp", type=_size, default=1, metavar="N", help="the head is split over N GPUs: one rank's part")
     tune.add_argument("--pad", type=_size, metavar="M", help="the vocabulary is padded to a multiple of M first, as engines"
                       " do; default: 64 with --tp above 1, else 1")  # fmt: skip
-    tune.add_argument("--rows", type=_size, default=32, metavar="M", help="row counts 1 to M (32)")
+    tune.add_argument("--rows", type=_rows, default=32, metavar="M", help="row counts 1 to M (32)")
     _add_types(tune)
-    tune.add_argument("--budget", type=float, default=30.0, metavar="S", help="seconds for each head (30)")
+    tune.add_argument("--budget", type=_seconds, default=30.0, metavar="S", help="seconds for each head (30)")
     tune.add_argument("--again", action="store_true", help="measure what is in the cache already, too")
-    tune.add_argument("--dir", type=Path, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads")
+    tune.add_argument("--dir", type=_folder_name, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads")
     tune.add_argument("--json", action="store_true", help="print the report as JSON")
     tune.set_defaults(command=_tune, parser=tune)
 
@@ -160,6 +161,28 @@ def _size(text: str) -> int:
     if text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= MOST:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST}")
+
+
+def _rows(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= MOST_ROWS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST_ROWS}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _folder_name(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
 
 
 class Types(NamedTuple):
@@ -475,10 +498,10 @@ def _tune(args: argparse.Namespace) -> int:
         return 1
     reports = []
     for name, size in sizes:
-        with torch.no_grad():
-            weight = torch.randn(size, dtype=types.dtype, device=device).mul_(size.hidden**-0.5)
-            bias = torch.randn(size.vocab, dtype=types.dtype, device=device) if types.bias else None
         try:
+            with torch.no_grad():
+                weight = torch.randn(size, dtype=types.dtype, device=device).mul_(size.hidden**-0.5)
+                bias = torch.randn(size.vocab, dtype=types.dtype, device=device) if types.bias else None
             report = autotune(
                 (weight, bias),
                 max_rows=args.rows,
@@ -490,6 +513,9 @@ def _tune(args: argparse.Namespace) -> int:
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        except torch.OutOfMemoryError:
+            print(f"no memory for a {size.vocab}x{size.hidden} weight on {where}", file=sys.stderr)
+            return 1
         reports.append({"model": name or None, **report.to_dict()})
         if not args.json:
             print(f"{name or 'head'} on {where}\n{report}\n", flush=True)

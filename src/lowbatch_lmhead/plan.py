@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from . import backends, devices, verify
 from .backends import Launch, Problem
 from .log import logger, warn_once
+
+# What serving looks up: the launch's function, or False for the default GEMM.
+Serves: TypeAlias = Callable[..., Any] | Literal[False]
 
 # Errors that say nothing of the kernel: another call can go well.
 PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError)
@@ -47,8 +50,7 @@ class Plan:
         self.arch = arch or devices.architecture(key.device)
         self.max_rows = devices.untuned_rows(self.arch)
         self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
-        # What serving looks up: the launch's function, False for the default GEMM, None while not prepared.
-        self.table: list[Callable[..., Any] | Literal[False] | None] = [None] * (self.max_rows + 1)
+        self.table: list[Serves | None] = [None] * (self.max_rows + 1)  # None while not prepared
         self.tuned: Any = None  # what autotune found, for its next call
         self._lock = threading.RLock()
         self._unready: tuple[int, int] | None = None  # a weight that could not be checked with
@@ -86,8 +88,8 @@ class Plan:
                     entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
                 if not settled:
                     return entry
-                self.entries[rows] = entry
-                self.table[rows] = entry.launch.call if entry.launch else False
+                serves = _served(entry)
+                self.entries[rows], self.table[rows] = entry, serves  # in one: an interruption comes before or after
             return entry
 
     def _choose(
@@ -128,14 +130,13 @@ class Plan:
     def adopt(self, entries: Mapping[int, Entry]) -> None:
         """Let ``entries``, by row count from 1 on, serve from now on: launches that were checked."""
         with self._lock:
-            more = max(entries) - self.max_rows
-            if more > 0:
-                self.entries += [None] * more
-                self.table += [None] * more  # in place: dispatchers hold the list
-                self.max_rows += more
+            last = max(self.max_rows, *entries)
+            more = [None] * (last - self.max_rows)
+            adopted, table = [*self.entries, *more], [*self.table, *more]
             for rows, entry in entries.items():
-                self.entries[rows] = entry
-                self.table[rows] = entry.launch.call if entry.launch else False
+                adopted[rows], table[rows] = entry, _served(entry)
+            # In place, because dispatchers hold the list; in one, so that an interruption comes before or after.
+            self.entries[:], self.table[:], self.max_rows = adopted, table, last
 
     def _checked(
         self,
@@ -170,6 +171,10 @@ class Plan:
             self._unready = None if weight.is_inference() else state
             raise
 
+    def look_again(self) -> None:
+        """Let a weight that could not be checked with be looked at again: an engine may have loaded it unseen."""
+        self._unready = None
+
     def _try(
         self,
         launch: Launch | None,
@@ -183,11 +188,15 @@ class Plan:
     ) -> Launch | str:
         """A launch that is right, or why there is none; ``PASSING`` errors are raised."""
         try:
-            if not references:
+            fresh = not references
+            if fresh:
                 references.append(self.reference(weight, bias))
             if launch is None:
                 launch = self._tried[backend.name, str(tactic)] = compile_(problem, tactic)
             wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
+            if wrong is not None and not fresh:  # or the weight has changed since
+                references[0] = self.reference(weight, bias, len(references[0].x))
+                wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is None:
                 return launch
         except PASSING:
@@ -197,6 +206,10 @@ class Plan:
         reason = f"{backend.name} ({tactic}): {wrong}"
         logger.warning("%dx%d, %d rows: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
         return reason
+
+
+def _served(entry: Entry) -> Serves:
+    return entry.launch.call if entry.launch else False
 
 
 def first_lines(error: Exception) -> str:

@@ -122,12 +122,19 @@ class WarmupReport:
         )
 
 
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # a daemon has no stderr, or has closed it
+        return False
+
+
 class Bar:
     """A progress bar on stderr, or nothing; ``wanted`` None: one where stderr is a terminal. Entering it gives its step."""
 
     def __init__(self, title: str, wanted: bool | None) -> None:
         self._title = title
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._wanted = _is_terminal() if wanted is None else wanted
         self._tqdm: Any = None
 
     def __enter__(self) -> Step:

@@ -26,6 +26,7 @@ def warm_head(
         first, plan = gate.decide(head, probe, out_dtype or head.weight.dtype)
         if plan is None:
             return [gate.refused(first.reasons, 0)]
+        plan.look_again()
         last = min(max_rows or plan.max_rows, plan.max_rows)
         references: list[verify.Reference] = []
         for rows in range(1, last + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,15 +86,16 @@ class TunedHead:
                 "rows": row.rows,
                 "backend": row.backend,
                 "tactic": row.tactic,
-                "us": row.us,
-                "default_us": row.default_us,
-                "limit_us": row.limit_us,
-                "limit_fraction": row.limit_fraction,
+                "us": _finite(row.us),
+                "default_us": _finite(row.default_us),
+                "limit_us": _finite(row.limit_us),
+                "limit_fraction": _finite(row.limit_fraction),
                 "reasons": list(row.reasons),
             }
             for row in self.rows
         ]
-        return {**vars(self), "rows": rows, "notes": list(self.notes)}
+        numbers = {"read_us": _finite(self.read_us), "noise": _finite(self.noise)}
+        return {**vars(self), "rows": rows, **numbers, "notes": list(self.notes)}
 
 
 _SAID = {
@@ -106,6 +108,11 @@ _SAID = {
 
 def _name(row: TunedRow) -> str:
     return f"{row.backend} ({row.tactic})" if row.tactic else row.backend
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no other numbers; times from a cache may be any."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _range(values: list[float | None], form: str) -> str:
@@ -136,4 +143,4 @@ class TuningReport:
 
     def to_json(self) -> str:
         """The report as JSON text."""
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)

@@ -23,11 +23,11 @@ from torch import Tensor
 from .. import backends, devices, verify
 from ..backends import Backend, Launch, Problem, default_gemm
 from ..log import logger
-from ..plan import Entry, Plan
+from ..plan import Entry, Plan, first_lines
 from .timing import Timer, compare
 
-LEAST_GAIN = 0.005  # what a launch has to be quicker by, even where the noise is less
-MOST_NOISE = 0.02  # more is a disturbance, not the resolution of the clock
+LEAST_GAIN = 0.01  # what a launch has to be quicker by, even where the noise is less
+MOST_NOISE = 0.02  # more is a disturbance: measured once more
 TIE = 0.004  # launches that differ by less are alike
 FINALISTS = 2  # of a bucket
 CLOSE = 0.015  # what a finalist may be behind the winner
@@ -70,7 +70,7 @@ class Measured:
 
     default_us: float
     us: dict[Name, float]
-    noise: float = 0.0
+    noise: float | None = None  # where the default GEMM was timed against itself: at the end of a bucket
 
 
 @dataclass
@@ -87,7 +87,26 @@ class Result:
 def options(problem: Problem) -> tuple[list[Option], list[str]]:
     """Everything that may serve ``problem``, in the order in which ties are decided; and why the others may not."""
     able, reasons = backends.candidates(problem)
-    return [Option(backend, tactic) for backend in able for tactic in backend.autotune_tactics(problem)], reasons
+    found: list[Option] = []
+    for backend in able:
+        try:
+            found += [Option(backend, tactic) for tactic in backend.autotune_tactics(problem)]
+        except Exception as error:  # as in ``candidates``
+            reasons.append(f"{backend.name}: {type(error).__name__}: {error}")
+    return found, reasons
+
+
+def tune_inside(option: Option, problem: Problem, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Let a backend that makes choices of its own make them for ``problem``; "backend: why it could not", or None.
+
+    To be called before the launch is checked: what was chosen is what is checked, timed and serves.
+    """
+    tune = getattr(option.backend, "tune", None)
+    try:
+        note = tune(problem, weight, bias) if tune else None
+    except Exception as error:  # it serves with what it would choose unmeasured
+        note = f"its own tuner failed: {type(error).__name__}: {first_lines(error)}"
+    return f"{option.backend.name}: {note}" if note else None
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -129,6 +148,7 @@ class Search:
         self._clock, self._end = clock, clock() + budget_s
         self._launches: dict[Name, Launch] = {}
         self._wrong: set[Name] = set()
+        self._tuned_inside: set[tuple[Name, int]] = set()
         self._result = Result()
 
     def run(self, max_rows: int) -> Result:
@@ -140,7 +160,7 @@ class Search:
                 break
             finalists[rows] = self._bucket(rows)
             self._step(done + 1, len(ends) + max_rows)
-        found.noise = max((measured.noise for measured in found.measured.values()), default=0.0)
+        found.noise = max((measured.noise or 0.0 for measured in found.measured.values()), default=0.0)
         self._between(ends, finalists, max_rows)
         self._choose_what_is_right(ends, finalists, max_rows)
         return found
@@ -156,9 +176,11 @@ class Search:
     def _bucket(self, rows: int) -> list[Option]:
         """Time everything at ``rows``; the winner and what comes close to it, none where the default GEMM wins."""
         able = options(self._plan.problem(rows))[0]
-        # What was right at the row count that it was met at first is checked again only where it is chosen.
-        ready = [option for option in able if option.name in self._launches or self._prepare(option, rows)]
-        self._result.measured[rows] = measured = self._measure(rows, ready, twice=True)
+        ready = [option for option in able if self._ready(option, rows)]
+        measured = self._measure(rows, ready, twice=True)
+        if (measured.noise or 0.0) > MOST_NOISE:
+            measured = self._measure(rows, ready, twice=True)
+        self._result.measured[rows] = measured
         ready = [option for option in ready if option.name in measured.us]
         if not ready:
             return []
@@ -168,9 +190,19 @@ class Search:
         # In the listed order what is as good as the best, so that inside the bucket it is chosen as at its end.
         return sorted(close, key=lambda option: max(us[option.name], best * (1 + TIE)))[:FINALISTS]
 
+    def _ready(self, option: Option, rows: int) -> bool:
+        """Whether ``option`` can be timed at ``rows``.
+
+        What was right at the row count that it was met at first is checked again only where it is chosen, unless its
+        backend chooses anew for each row count.
+        """
+        known = option.name in self._launches and not hasattr(option.backend, "tune")
+        return known or self._prepare(option, rows)
+
     def _prepare(self, option: Option, rows: int) -> bool:
         """Whether the launch of ``option`` is compiled and right at ``rows``."""
         plan = self._plan
+        self._tune_inside(option, rows)
         tried = plan.checked(
             rows,
             option.backend,
@@ -182,18 +214,19 @@ class Search:
         )
         if isinstance(tried, Launch):
             self._launches[option.name] = tried
-            self._tune_inside(option, rows)
             return True
         if tried not in self._result.dropped:
             self._result.dropped.append(tried)
         return False
 
     def _tune_inside(self, option: Option, rows: int) -> None:
-        """Let a backend that makes choices of its own make them before it is timed; what it could not is noted."""
-        tune = getattr(option.backend, "tune", None)
-        note = tune(self._plan.problem(rows), self._weight, self._bias) if tune else None
-        if note and f"{option.backend.name}: {note}" not in self._result.dropped:
-            self._result.dropped.append(f"{option.backend.name}: {note}")
+        """``tune_inside``, once for each row count; what it could not is noted."""
+        if (option.name, rows) in self._tuned_inside:
+            return
+        self._tuned_inside.add((option.name, rows))
+        note = tune_inside(option, self._plan.problem(rows), self._weight, self._bias)
+        if note and note not in self._result.dropped:
+            self._result.dropped.append(note)
 
     def _measure(self, rows: int, ready: list[Option], twice: bool = False) -> Measured:
         """The times of ``ready`` and the default GEMM; ``twice`` times the latter against itself for the noise."""
@@ -204,7 +237,7 @@ class Search:
         own = Measured(
             times[0],
             {option.name: us for option, us in zip(ready, times[1:])},
-            abs(times[-1] / times[0] - 1) if twice else 0.0,
+            abs(times[-1] / times[0] - 1) if twice else None,
         )
         return _slowest([Measured(**one) for one in self._exchange(vars(own))])
 
@@ -220,7 +253,7 @@ class Search:
                 continue
             if self._out_of_time():
                 return
-            self._result.measured[rows] = self._measure(rows, ready)
+            self._result.measured[rows] = self._measure(rows, [option for option in ready if self._ready(option, rows)])
 
     def _worth_timing(self, rows: int, above: int, ends: list[int], finalists: dict[int, list[Option]]) -> list[Option]:
         """The finalists of the bucket that can serve ``rows``; none where they lose at both of its ends."""
@@ -234,28 +267,38 @@ class Search:
     # --- deciding ---
 
     def _winner(self, rows: int, among: list[Option] | None = None) -> Option | None:
-        """What is quicker than the default GEMM at ``rows`` by more than the noise; None for the default GEMM."""
+        """The best of what is quicker than the default GEMM at ``rows``; None for the default GEMM."""
+        return self._best(rows, self._quicker(rows, among))
+
+    def _best(self, rows: int, quicker: list[Option]) -> Option | None:
+        times = [option.weigh(self._result.measured[rows].us[option.name]) for option in quicker]
+        return next((option for option, us in zip(quicker, times) if us <= min(times) * (1 + TIE)), None)
+
+    def _quicker(self, rows: int, among: list[Option] | None = None) -> list[Option]:
+        """What is quicker than the default GEMM at ``rows`` by more than the noise, and not wrong anywhere."""
         measured = self._result.measured[rows]
-        noise = min(MOST_NOISE, max(measured.noise, self._result.noise))
+        ends = (self._result.measured[end].noise for end in sorted(self._result.measured) if end >= rows)
+        noise = next((noise for noise in ends if noise is not None), 0.0)
         limit = measured.default_us * (1 - max(LEAST_GAIN, noise))
         able = [option for option in options(self._plan.problem(rows))[0] if option.name in measured.us]
         able += [option for option in among or [] if option.name in measured.us and option not in able]
-        quicker = [option for option in able if measured.us[option.name] < limit and option.name not in self._wrong]
-        times = [option.weigh(measured.us[option.name]) for option in quicker]
-        return next((option for option, us in zip(quicker, times) if us <= min(times) * (1 + TIE)), None)
+        return [option for option in able if measured.us[option.name] < limit and option.name not in self._wrong]
 
     def _choose(self, rows: int, ends: list[int], finalists: dict[int, list[Option]]) -> Option | None:
         above, measured = next(end for end in ends if end >= rows), self._result.measured.get(rows)
         if measured and not (measured.us and self._wrong.issuperset(measured.us)):
             return self._winner(rows, finalists.get(above, []))
-        # Not timed, or only with what turned out wrong: what wins at both ends of the bucket is taken to win inside.
+        # Not timed, or only with what turned out wrong: where something wins at both ends of the bucket, what wins at the
+        # upper one, and does not lose at the lower, is taken to win inside.
         below = max((end for end in ends if end < rows), default=rows)
         if above in self._result.measured and below in self._result.measured:
-            winner = self._winner(above)
-            lower = self._winner(below)
-            if winner and lower and winner.backend.supports(self._plan.problem(rows)) is None:
-                return winner
-            return None
+            lower = self._quicker(below)
+            if not lower:
+                return None
+            lost = self._result.measured[below].us.keys() - {option.name for option in lower}
+            inside = [option for option in self._quicker(above) if option.name not in lost]
+            problem = self._plan.problem(rows)
+            return self._best(above, [option for option in inside if option.backend.supports(problem) is None])
         return self._untuned(rows) if rows <= devices.untuned_rows(self._plan.arch) else None
 
     def _untuned(self, rows: int) -> Option | None:
@@ -269,11 +312,12 @@ class Search:
         while True:
             found.chosen = {rows: self._choose(rows, ends, finalists) for rows in range(1, max_rows + 1)}
             wrong = {option.name for rows, option in found.chosen.items() if option and not self._prepare(option, rows)}
-            wrong.update(*self._exchange(sorted(wrong)))
-            if not wrong:
+            everywhere = wrong.union(*self._exchange(sorted(wrong)))
+            if not everywhere:
                 return
-            logger.warning("%s is not right everywhere and serves nowhere", ", ".join(sorted(wrong)))
-            self._wrong |= wrong
+            if everywhere - wrong:  # the plan has logged what is wrong here
+                logger.warning("%s serves nowhere: wrong on another rank", ", ".join(sorted(everywhere - wrong)))
+            self._wrong |= everywhere
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """The plan's entries for what was found."""
@@ -302,5 +346,5 @@ def _slowest(ranks: list[Measured]) -> Measured:
     return Measured(
         max(rank.default_us for rank in ranks),
         {name: max(rank.us[name] for rank in ranks) for name in names},
-        max(rank.noise for rank in ranks),
+        max((rank.noise for rank in ranks if rank.noise is not None), default=None),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ GRAPH_US = 1500.0  # of work in one graph: the events' resolution of 0.5 us is l
 WARM_UP_US = 100_000.0
 ADDRESSES = 16  # of x
 X_BYTES = 16 << 20  # at most, for x at all addresses
+MOST_COPIES = 512  # of a weight; one of less than half a megabyte is not read from memory, here as in serving
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 5  # where all that is left differs clearly from the yardstick
 MOST_ROUNDS = 9
@@ -72,6 +74,8 @@ def compare(contest: Contest, count: int, margin: float = 0.01, keep_last: bool 
     for done in range(1, MOST_ROUNDS + 1):
         turn = active if done % 2 else active[::-1]
         for index, us in zip(turn, contest.round(turn)):
+            if not 0 < us < math.inf:
+                raise RuntimeError(f"the timer measured {us} us")
             times[index].append(us)
         if done < LEAST_ROUNDS:
             continue
@@ -104,7 +108,7 @@ class GraphTimer:
         vocab = weight.shape[0]
         device, self._stream = weight.device, _stream(weight.device)
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        copies = max(1, -(-4 * l2 // weight.nbytes))
+        copies = max(1, min(MOST_COPIES, -(-4 * l2 // weight.nbytes)))
         # What the default stream's pool gets back serves again; what another stream's does lies idle.
         default = torch.cuda.default_stream(device)
         default.wait_stream(torch.cuda.current_stream(device))

@@ -5,8 +5,11 @@ Whatever goes wrong on the way leaves the heads as ``warmup`` would prepare them
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ from . import cache as kept
 from . import limit, timing
 from .ranks import RankFailure, Ranks
 from .report import TunedHead, TunedRow, TuningReport
-from .search import Option, Search, options, wanted
+from .search import Option, Search, options, tune_inside, wanted
 from .workers import Compiles
 
 FORM = 1  # of what is kept in the cache
@@ -59,25 +62,35 @@ def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: 
     """``lowbatch_lmhead.autotune``, which documents the arguments; ``read`` finds the heads."""
     begin, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
     ranks = Ranks(process_group)
-    wrong: ValueError | None = None
+    wrong: Exception | None = None  # a ValueError, or what a registered reader raised
     try:
         wishes = _wishes(**arguments)
         heads = [Found(name, head) for name, _, head in read()]
-    except ValueError as error:
+    except Exception as error:
         wrong = error  # the other ranks are told before it is raised
-    disagreement: ValueError | None = None
+    disagreement: Exception | None = None
+    why: str | None = None
+    done: list[TunedHead] = []
     try:
         with ranks:
             disagreement = _disagreement(ranks, wrong, [] if wrong else [_arguments(wishes), *map(_describe, heads)])
-            done = [] if disagreement else [_tune_head(found, wishes, ranks) for found in heads]
+            if not disagreement:
+                for found in heads:
+                    done.append(_tune_head(found, wishes, ranks))
     except Exception as error:
         if wrong:
             raise wrong from None
         why = str(error) if isinstance(error, RankFailure) else f"{type(error).__name__}: {plans.first_lines(error)}"
-        warn_once(f"nothing was tuned, the heads are prepared as warmup does: {why}")
-        done = [_prepare_untuned(found, wishes, why) for found in heads]
     if disagreement:
         raise disagreement
+    if why is not None:  # here, where the error no longer holds on to memory
+        left = heads[len(done) :]
+        names = ", ".join(found.name for found in left)
+        what = f"{names} not tuned but prepared as warmup does" if left else "tuned here, but not on every rank"
+        warn_once(f"{what}: {why}" if done else f"nothing was tuned, the heads are prepared as warmup does: {why}")
+        done += [_prepare_untuned(found, wishes, why) for found in left]
+    for found in heads:  # the rows beyond max_rows that kernels serve unmeasured
+        warm_head(found.head, None, wishes.out_dtype, lambda done, of: None)
     return TuningReport(
         tuple(done),
         time.perf_counter() - begin,
@@ -86,7 +99,7 @@ def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: 
     )
 
 
-def _disagreement(ranks: Ranks, wrong: ValueError | None, said: list[Any]) -> ValueError | None:
+def _disagreement(ranks: Ranks, wrong: Exception | None, said: list[Any]) -> Exception | None:
     """What is wrong with the arguments, here or on another rank, or differs between ranks."""
     for rank, (wrong_there, said_there) in enumerate(ranks.exchange([str(wrong) if wrong else None, said])):
         if wrong:
@@ -132,7 +145,9 @@ def _prepare_untuned(found: Found, wishes: Wishes, why: str) -> TunedHead:
     begin = time.perf_counter()
     decisions = warm_head(found.head, wishes.max_rows, wishes.out_dtype, lambda done, of: None)
     rows = tuple(
-        TunedRow(one.rows, one.backend, one.tactic, None, None, None, one.reasons) for one in decisions if one.rows
+        TunedRow(one.rows, one.backend, one.tactic, None, None, None, one.reasons)
+        for one in decisions
+        if 0 < one.rows <= wishes.max_rows
     )
     notes = (why, *(reason for one in decisions if not one.rows for reason in one.reasons))
     return _report(found, wishes, "not tuned", rows, begin, notes=notes)
@@ -140,22 +155,58 @@ def _prepare_untuned(found: Found, wishes: Wishes, why: str) -> TunedHead:
 
 def _tune_head(found: Found, wishes: Wishes, ranks: Ranks) -> TunedHead:
     begin = time.perf_counter()
-    head = found.head
-    plan, reasons = _plan(head, wishes)
+    plan, reasons = _plan(found.head, wishes)
     # Whether a head is taken may differ between ranks (another GPU, gradients): then none tunes it.
     everywhere = ranks.exchange(list(reasons))
     if any(everywhere):
         notes = [reason for rank in everywhere for reason in rank]
         return _report(found, wishes, "not tuned", (), begin, notes=tuple(dict.fromkeys(notes)))
     assert plan is not None
-    known: TunedHead | None = plan.tuned
-    if all(ranks.exchange(known is not None and len(known.rows) >= wishes.max_rows and not wishes.refresh)):
-        assert known is not None
-        return dataclasses.replace(known, name=found.name, source="earlier call")
+    # Two threads that measure on one GPU would disturb each other; ranks are in lock-step, and may not wait for a thread.
+    with _turn(plan.key.device) if ranks.size == 1 else contextlib.nullcontext():
+        return _tune_plan(found, plan, wishes, ranks, begin)
+
+
+@functools.cache
+def _turn(device: torch.device) -> threading.Lock:
+    return threading.Lock()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What calls in this process have found for one plan."""
+
+    last: TunedHead
+    budget_s: float  # that the last call may have been cut short by; infinite where it was not
+    rows: dict[int, TunedRow]  # what serves, by any call
+
+
+def _tune_plan(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead:
+    earlier: Earlier | None = plan.tuned
+    enough = earlier is not None and len(earlier.last.rows) >= wishes.max_rows and wishes.budget_s <= earlier.budget_s
+    serves = [[row.rows, row.backend, row.tactic] for row in earlier.rows.values()] if earlier else []
+    everywhere = ranks.exchange([enough and not wishes.refresh, serves])
+    alike = all(other == everywhere[0][1] for _, other in everywhere)
+    if earlier and alike and all(known for known, _ in everywhere):
+        rows = earlier.last.rows[: wishes.max_rows]
+        return dataclasses.replace(earlier.last, name=found.name, rows=rows, source="earlier call")
     with Bar(f"tuning {found.name}", wishes.progress) as step, torch.no_grad(), plans.on_device(plan.key.device):
-        tuned = _from_cache(found, plan, wishes, ranks, begin) or _measure(found, plan, wishes, ranks, step, begin)
-    plan.tuned = tuned
+        found = dataclasses.replace(found, head=_held(found.head))
+        tuned = _from_cache(found, plan, wishes, ranks, begin)
+        budget_s = math.inf
+        if tuned is None:
+            before = earlier.rows if earlier and alike else {}
+            tuned, in_time = _measure(found, plan, wishes, ranks, step, begin, before)
+            budget_s = math.inf if in_time else wishes.budget_s
+    rows_of = {**(earlier.rows if earlier else {}), **{row.rows: row for row in tuned.rows}}
+    plan.tuned = Earlier(tuned, budget_s, dict(sorted(rows_of.items())))
     return tuned
+
+
+def _held(head: Head) -> Head:
+    """``head`` with tensors that keep their memory while it is measured, whatever ``.data`` becomes meanwhile."""
+    weight, bias = (None if tensor is None else tensor.detach() for tensor in (head.weight, head.bias))
+    return dataclasses.replace(head, weight=weight, bias=bias)
 
 
 def _plan(head: Head, wishes: Wishes) -> tuple[Plan | None, tuple[str, ...]]:
@@ -167,8 +218,9 @@ def _plan(head: Head, wishes: Wishes) -> tuple[Plan | None, tuple[str, ...]]:
         decision, plan = gate.decide(head, probe, wishes.out_dtype or head.weight.dtype)
     if plan is None:
         return None, decision.reasons
-    able, reasons = options(plan.problem(1))
-    return plan, () if able else tuple(reasons)
+    plan.look_again()
+    reasons = options(plan.problem(1))[1]
+    return plan, () if wanted(plan, wishes.max_rows) else tuple(reasons)
 
 
 # --- the cache ---
@@ -205,12 +257,15 @@ def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: f
     assert found.head.weight is not None
     references: list[verify.Reference] = []
     entries: dict[int, Entry] = {}
+    notes: dict[str, None] = {}
     for count, option, _, _ in rows:
         if option is None:
             entries[count] = Entry(None, ("measured: the default GEMM is quicker",))
             continue
         if not references:
             references.append(plan.reference(found.head.weight, found.head.bias, wishes.max_rows))
+        note = tune_inside(option, plan.problem(count), found.head.weight, found.head.bias)
+        notes |= {note: None} if note else {}
         launch = plan.checked(count, option.backend, option.tactic, found.head.weight, found.head.bias, references)
         if isinstance(launch, Launch):
             entries[count] = Entry(launch, ())
@@ -219,7 +274,7 @@ def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: f
     plan.adopt(entries)
     read_us, noise = _number(content.get("read_us")), _number(content.get("noise"))
     reported = tuple(_row(plan, count, option, us, default, read_us) for count, option, us, default in rows)
-    return _report(found, wishes, "cache", reported, begin, read_us=read_us, noise=noise)
+    return _report(found, wishes, "cache", reported, begin, read_us=read_us, noise=noise, notes=tuple(notes))
 
 
 Choice = tuple[int, Option | None, float | None, float | None]  # rows, option, us, default_us
@@ -256,7 +311,10 @@ def _plain(choices: Sequence[Choice]) -> list[list[Any]]:
 # --- measuring ---
 
 
-def _measure(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step, begin: float) -> TunedHead:
+def _measure(
+    found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step, begin: float, before: dict[int, TunedRow]
+) -> tuple[TunedHead, bool]:
+    """What was found, and whether in time. What was not timed is left to what served ``before``."""
     weight, bias = found.head.weight, found.head.bias
     assert weight is not None
     with (
@@ -271,12 +329,14 @@ def _measure(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step,
                 plan, weight, bias, references, timer, compiles.launch, ranks.exchange, wishes.budget_s, step
             )
             result = search.run(wishes.max_rows)
-            read_us = limit.read_us(timer, weight)
+            read_us = limit.read_us(timer, weight) if result.measured else None
         finally:
             timer.close()
-    entries = dict(search.entries())
+    left = before.keys() - result.measured.keys() if result.out_of_time else set()
+    entries = {rows: entry for rows, entry in search.entries() if rows not in left}
     ranks.exchange("done")  # whoever failed until here has told the others
-    plan.adopt(entries)
+    if entries:
+        plan.adopt(entries)
     choices: list[Choice] = []
     for rows, option in result.chosen.items():
         measured = result.measured.get(rows)
@@ -296,9 +356,12 @@ def _measure(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step,
         kept.save(wishes.folder, cache_key(plan), content)
     reported = tuple(
         dataclasses.replace(_row(plan, rows, option, us, default, read_us), reasons=entries[rows].reasons)
+        if rows in entries
+        else before[rows]
         for rows, option, us, default in choices
     )
-    return _report(found, wishes, "measured", reported, begin, read_us=read_us, noise=result.noise, notes=notes)
+    tuned = _report(found, wishes, "measured", reported, begin, read_us=read_us, noise=result.noise, notes=notes)
+    return tuned, not result.out_of_time
 
 
 # --- the report ---

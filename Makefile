@@ -58,7 +58,7 @@ $(VENV)-vllm/.installed: tests/adapters/vllm-requirements.txt pyproject.toml
 $(VENV)-sglang/.installed: tests/adapters/sglang-requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)-sglang
 	$(VENV)-sglang/bin/pip install --disable-pip-version-check $(ENGINE_TORCH) pytest
-	$(VENV)-sglang/bin/pip install --disable-pip-version-check --no-deps sglang==$(SGLANG_VERSION) torchvision --editable .
+	$(VENV)-sglang/bin/pip install --disable-pip-version-check --no-deps sglang==$(SGLANG_VERSION) torchvision==0.29.1 --editable .
 	$(VENV)-sglang/bin/pip install --disable-pip-version-check -r $<
 	touch $@
 

@@ -19,7 +19,7 @@ from ..log import warn_once
 
 # Name, least version, first version that is not known: what the tests ran with, at the least, and FlashInfer's minor
 # version, within which the kernels' files stayed what they are.
-FLASHINFER = ("flashinfer-python", "0.7.2.post1", "0.8")
+FLASHINFER = ("flashinfer-python", "0.7.2", "0.8")
 CUTE_DSL = ("nvidia-cutlass-dsl", "4.8.0", "5")
 TVM_FFI = ("apache-tvm-ffi", "0.1.11", "0.2")
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import Counting, assert_close, python
+from conftest import Counting, assert_close, exact, python
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -289,9 +289,10 @@ class TestCompile:
     def _fresh(self):
         torch._dynamo.reset()
 
-    def test_fullgraph_before_and_after(self, kernel):
+    @pytest.mark.parametrize("name", ["llama", "phi"])
+    def test_fullgraph_before_and_after(self, name, kernel):
         """A model that was compiled already is served once it is patched, and not any more once it is unpatched."""
-        model = make()
+        model = make(name)
         expected = logits_of(model)
         compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
 
@@ -668,16 +669,17 @@ class TestChanges:
         warm(model)
         assert [says(x) for x in wrong] == expected
 
-    def test_front_door_on_a_patched_head(self, kernel):
+    @pytest.mark.parametrize("name", ["llama", "phi"])
+    def test_front_door_on_a_patched_head(self, name, kernel):
         """warmup, explain, bind and project see the weight, so float32 logits are not rounded on the way."""
-        model = make(dtype=torch.bfloat16)
+        model = make(name, torch.bfloat16)
         warm(model, prepare=None)
         x = torch.randn(3, HIDDEN).bfloat16()
         with torch.no_grad():
             assert lowbatch_lmhead.warmup(model).heads[0].decisions[0].taken
             assert lowbatch_lmhead.explain(model.lm_head, x).taken
             got = lowbatch_lmhead.bind(model.lm_head, out_dtype=torch.float32)(x)
-            assert_close(got, x.double() @ model.lm_head.weight.double().t())
+            assert_close(got, exact(x, model.lm_head.weight, model.lm_head.bias))
 
 
 class TestAccelerate:
@@ -724,6 +726,7 @@ class TestAccelerate:
         adapter.unpatch(model)
         if when == "before":
             assert snapshot(model.lm_head) == before
+        assert model.lm_head._old_forward.__func__ is nn.Linear.forward
         with Served(kernel) as served:
             assert_close(logits_of(model), expected)
         assert (served.calls, hook.count) == (0, 3)
@@ -828,6 +831,15 @@ class TestLeftAlone:
         model.lm_head = Head()
         self.left_alone(model, caplog, "not an nn.Linear")
 
+    def test_a_class_that_copies_itself(self, kernel, caplog):
+        class Shared(nn.Linear):
+            def __deepcopy__(self, memo):
+                return self
+
+        model = make()
+        model.lm_head = Shared(HIDDEN, VOCAB, bias=False)
+        self.left_alone(model, caplog, "Shared has a __deepcopy__ of its own")
+
     def test_subclass_without_a_forward_is_taken(self, kernel):
         class Named(nn.Linear):
             tag = "kept"
@@ -925,6 +937,15 @@ class TestFloat32Logits:
         compiled = torch.compile(model.lm_head, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             assert compiled(x).dtype is torch.float32
+
+    def test_a_weight_that_is_computed_is_cast_up(self, kernel):
+        model, x = make(dtype=torch.bfloat16), torch.randn(3, HIDDEN).bfloat16()
+        warm(model, out_dtype=torch.float32)
+        prune.random_unstructured(model.lm_head, "weight", amount=0.5)
+        with torch.no_grad():
+            got = model.lm_head(x)
+            assert got.dtype is torch.float32
+            assert torch.equal(got, nn.functional.linear(x, model.lm_head.weight).float())
 
     @pytest.mark.parametrize("wrong", [torch.float16, "float32"])
     def test_another_dtype_is_a_value_error(self, wrong, kernel):

@@ -1,0 +1,251 @@
+"""Engines with and without this library: the same greedy tokens, the kernel in a profile, the time of a step.
+
+    python benchmarks/engines.py all --out benchmarks/results/h200/engines.json
+    python benchmarks/engines.py transformers --out DIR/transformers.json [--small]      (--small: tiny shapes, on a CPU too)
+    python benchmarks/engines.py vllm --out DIR/vllm.json                               (one engine to a process)
+
+transformers: generate() of a model with a tied head and one with an odd vocabulary, with the shapes of granite-3.1-2b and
+whisper-large-v3 and few layers, patched and not. vLLM: the real engine on a small Llama with random weights, with the plugin
+found through its entry point and without it, eagerly and with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL = "SplitK"  # in the name of every kernel that warp split-K launches
+TOKENS = 64
+BATCHES = (1, 4, 16)
+LLAMA = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096}  # fmt: skip
+
+
+def kernels(step: Any) -> list[str]:
+    """The names of the GPU kernels that ``step()`` runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    return sorted({event.key for event in found.key_averages() if event.device_type.name == "CUDA"})
+
+
+def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, Any]:
+    """How far two generations go together: after a first difference (a tie in bfloat16) they are two texts."""
+    common = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(first, second)]
+    return {"sequences": len(first), "identical": sum(c == len(x) for c, x in zip(common, first)), "common": common}
+
+
+# --- transformers ---
+
+
+def granite(small: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = (1155, 256, 2) if small else (49155, 2048, 4)
+    config = GraniteConfig(vocab_size=sizes[0], hidden_size=sizes[1], intermediate_size=2 * sizes[1],
+                           num_hidden_layers=sizes[2], num_attention_heads=8, num_key_value_heads=8,
+                           tie_word_embeddings=True, pad_token_id=0)  # fmt: skip
+    prompt = torch.randint(3, sizes[0], (max(BATCHES), 16))
+    return GraniteForCausalLM(config), {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+
+
+def whisper(small: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = (1866, 256, 1) if small else (51866, 1280, 2)
+    config = WhisperConfig(vocab_size=sizes[0], d_model=sizes[1], encoder_layers=sizes[2], decoder_layers=sizes[2],
+                           encoder_attention_heads=8, decoder_attention_heads=8, encoder_ffn_dim=512,
+                           decoder_ffn_dim=512, num_mel_bins=80, max_source_positions=100, pad_token_id=0, bos_token_id=1,
+                           eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+                           begin_suppress_tokens=None)  # fmt: skip
+    return WhisperForConditionalGeneration(config), {"input_features": torch.randn(max(BATCHES), 80, 200)}
+
+
+def run_transformers(arguments: argparse.Namespace) -> None:
+    import transformers
+
+    from lowbatch_lmhead.adapters import transformers as adapter
+
+    transformers.logging.set_verbosity_error()  # generate() warns of the two lengths it is given, each time
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for name, make in (("granite", granite), ("whisper", whisper)):
+        torch.manual_seed(0)
+        model, inputs = make(arguments.small)
+        model = model.to(device, torch.bfloat16).eval()
+        # Random logits lie close together; a wider embedding keeps ties of bfloat16 apart.
+        with torch.no_grad():
+            model.get_output_embeddings().weight.normal_(std=0.05)
+        inputs = {
+            key: value.to(device, torch.bfloat16 if value.is_floating_point() else None)
+            for key, value in inputs.items()
+        }
+        for batch in BATCHES:
+            part = {key: value[:batch] for key, value in inputs.items()}
+            with torch.inference_mode():
+                plain, plain_ms = generate(model, part)
+                with adapter.patch(model, max_rows=max(BATCHES)) as patch:
+                    patched, patched_ms = generate(model, part)
+                    seen = kernels(lambda model=model, part=part: generate(model, part, 4)) if device == "cuda" else []
+            found.append(
+                {
+                    "model": name,
+                    "vocab": model.get_output_embeddings().weight.shape[0],
+                    "hidden": model.get_output_embeddings().weight.shape[1],
+                    "batch": batch,
+                    "ms_per_token": {"plain": round(plain_ms, 3), "patched": round(patched_ms, 3)},
+                    "tokens": agreement(plain, patched),
+                    "kernel_seen": any(KERNEL in kernel for kernel in seen),
+                    "served": str(patch),
+                }
+            )
+            print(json.dumps({key: value for key, value in found[-1].items() if key != "served"}), flush=True)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], tokens: int = TOKENS) -> tuple[list[list[int]], float]:
+    """The tokens, and milliseconds for each: the median of three runs."""
+    times = []
+    for _ in range(4):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        made = model.generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3 / tokens)
+    return made.tolist(), statistics.median(times[1:])
+
+
+# --- vLLM ---
+
+
+def run_vllm(arguments: argparse.Namespace) -> None:
+    """One engine in this process; the plugin is there or not by the environment."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0")
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+                  "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+                  "bos_token_id": 1, "eos_token_id": 2, **LLAMA}  # fmt: skip
+        Path(folder, "config.json").write_text(json.dumps(config))
+        engine = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=bool(arguments.eager), seed=0,
+                     gpu_memory_utilization=0.5, max_model_len=1024, max_num_seqs=max(BATCHES))  # fmt: skip
+
+        def widen(model: Any) -> None:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 2:
+                        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+
+        engine.apply_model(widen)
+        results = []
+        for batch in BATCHES:
+            generator = torch.Generator().manual_seed(batch)
+            prompts = [
+                {"prompt_token_ids": torch.randint(3, LLAMA["vocab_size"], (16,), generator=generator).tolist()}
+                for _ in range(batch)
+            ]
+
+            def run(tokens: int = TOKENS, prompts: list[Any] = prompts) -> list[list[int]]:
+                greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+                made = engine.generate(prompts, greedy, use_tqdm=False)
+                return [list(one.outputs[0].token_ids) for one in made]
+
+            tokens, times = run(), []
+            for _ in range(5):
+                begin = time.perf_counter()
+                run()
+                times.append((time.perf_counter() - begin) * 1e3 / TOKENS)
+            seen = kernels(lambda run=run: run(4))
+            results.append(
+                {
+                    "batch": batch,
+                    "ms_per_step": round(statistics.median(times), 4),
+                    "kernel_seen": any(KERNEL in kernel for kernel in seen),
+                    "tokens": tokens,
+                }
+            )
+            print(json.dumps({key: value for key, value in results[-1].items() if key != "tokens"}), flush=True)
+    arguments.out.write_text(json.dumps(results))
+
+
+def with_entry_point(folder: Path) -> dict[str, str]:
+    """An environment in which this working tree counts as installed, entry points and all."""
+    info = folder / "lowbatch_lmhead-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbatch-lmhead\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nlowbatch_lmhead = lowbatch_lmhead.adapters.vllm:register\n"
+    )
+    paths = [str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    import machine
+
+    found: dict[str, Any] = {"machine": machine.describe(), "vllm": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = with_entry_point(folder / "site")
+        for eager in (1, 0):
+            runs = {}
+            for plugin in (0, 1):
+                out = folder / f"{eager}{plugin}.json"
+                command = [sys.executable, __file__, "vllm", "--eager", str(eager), "--out", str(out)]
+                disable = {"LOWBATCH_LMHEAD_DISABLE": str(1 - plugin)}
+                done = subprocess.run(command, env={**environment, **disable}, check=False)
+                runs[plugin] = json.loads(out.read_text()) if done.returncode == 0 else None
+            if None in runs.values():
+                found["vllm"].append({"eager": bool(eager), "failed": [k for k, v in runs.items() if v is None]})
+                continue
+            for without, with_ in zip(runs[0], runs[1]):
+                found["vllm"].append(
+                    {
+                        "eager": bool(eager),
+                        "batch": without["batch"],
+                        "ms_per_step": {"without": without["ms_per_step"], "with": with_["ms_per_step"]},
+                        "kernel_seen": {"without": without["kernel_seen"], "with": with_["kernel_seen"]},
+                        "tokens": agreement(without["tokens"], with_["tokens"]),
+                    }
+                )
+        out = folder / "transformers.json"
+        subprocess.run([sys.executable, __file__, "transformers", "--out", str(out)], env=environment, check=False)
+        found["transformers"] = json.loads(out.read_text()) if out.exists() else "failed"
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found["vllm"], indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("all", run_all), ("transformers", run_transformers), ("vllm", run_vllm)):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        command.add_argument("--out", type=Path, required=True)
+        if name == "vllm":
+            command.add_argument("--eager", type=int, default=1)
+        if name == "transformers":
+            command.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -422,10 +422,10 @@ def dispatcher(head: HeadLike, out_dtype: torch.dtype | None) -> Dispatcher:
         raise ValueError(f"out_dtype must be None or a torch.dtype, got {out_dtype!r}") from None
     if known is not None and known[0]() is head:
         return known[1]
-    read_head(head)
-    if isinstance(head, tuple):
+    if isinstance(head, tuple) and len(head) == 2:
         # A tuple is made anew for every call as likely as not, and cannot be referred to weakly: its weight can.
         return _for_weight(head, out_dtype)
+    read_head(head)
     made = Dispatcher(head, out_dtype)
     with contextlib.suppress(TypeError):  # a type with __slots__ and no __weakref__ is met anew on every call
         _dispatchers[key] = (weakref.ref(head, lambda _: _dispatchers.pop(key, None)), made)
@@ -437,6 +437,7 @@ def _for_weight(head: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | Non
     key = (-id(weight), out_dtype)
     known = _dispatchers.get(key)
     if known is None or known[0]() is not weight:
+        read_head(head)
         known = (weakref.ref(weight, lambda _: _dispatchers.pop(key, None)), Dispatcher(head, out_dtype))
         _dispatchers[key] = known
     return known[1]

@@ -811,7 +811,7 @@ def tuned(monkeypatch):
 
 def test_tune_without_a_gpu(capsys):
     assert cli.main(["tune", "--vocab", "1000", "--hidden", "64"]) == 1
-    assert "tuning measures on a GPU" in capsys.readouterr().err
+    assert "tune measures on a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="measure what serves a head fastest on this GPU, and keep it for autotune")
     _add_size(tune, required=False)
     _add_model(tune)
-    tune.add_argument("--tp", type=_size, default=1, metavar="N", help="the head is split over N GPUs: one rank's part")
-    tune.add_argument("--pad", type=_size, metavar="M", help="the vocabulary is padded to a multiple of M first, as engines"
-                      " do; default: 64 with --tp above 1, else 1")  # fmt: skip
+    _add_shard(tune)
     tune.add_argument("--rows", type=_rows, default=32, metavar="M", help="row counts 1 to M (32)")
     _add_types(tune)
     tune.add_argument("--budget", type=_seconds, default=30.0, metavar="S", help="seconds for each head (30)")
@@ -124,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
     _add_size(compile_, required=False)
     _add_model(compile_)
+    _add_shard(compile_)
     compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
     _add_types(compile_)
     compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
@@ -147,7 +146,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help=f"the head of a model instead of --vocab and --hidden: a config.json, a folder with one, or one of "
-        f"{', '.join(MODELS)}. Can be repeated. Engines may pad a vocabulary or split it over GPUs: then give --vocab",
+        f"{', '.join(MODELS)}. Can be repeated",
+    )
+
+
+def _add_shard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tp", type=_size, default=1, metavar="N", help="the head is split over N GPUs: one rank's part"
+    )
+    parser.add_argument(
+        "--pad",
+        type=_size,
+        metavar="M",
+        help="the vocabulary is padded to a multiple of M first, as engines do; default: 64 with --tp above 1, else 1",
     )
 
 
@@ -406,7 +417,7 @@ def _report_lines(report: Facts) -> Iterator[str]:
             for backend in report["backends"]
             for line in [
                 (backend["name"], f"{'runs here' if backend['runs_here'] else 'does not run here'}"),
-                ("", f"on {', '.join(backend['architectures'])}"),
+                ("", f"made for {', '.join(backend['architectures'])}"),
                 *(("", f"because {reason}") for reason in backend["reasons"]),
             ]
         ],
@@ -494,7 +505,11 @@ def _tune(args: argparse.Namespace) -> int:
     types, sizes = _types(args), [(name, _shard(size, args)) for name, size in _sizes(args)]
     device, where = _here()
     if devices.architecture(device) not in devices.ARCHITECTURES:
-        print(f"tuning measures on a GPU that kernels are made for; {where}: there is none", file=sys.stderr)
+        print(
+            f"tune measures on a GPU that kernels are made for ({', '.join(devices.ARCHITECTURES)}); it is run {where}. "
+            "compile --tuning --out DIR makes the kernels without one",
+            file=sys.stderr,
+        )
         return 1
     reports = []
     for name, size in sizes:
@@ -562,7 +577,7 @@ class Built:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    types, sizes = _types(args), _sizes(args)
+    types, sizes = _types(args), [(name, _shard(size, args)) for name, size in _sizes(args)]
     folder = _out_folder(args.out) if args.out else None
     served, done, failures = [], [], 0
     for name, size in sizes:

@@ -200,8 +200,7 @@ def find_heads(model_or_head: Any) -> list[tuple[str, Any]]:
     if not found:
         raise ValueError(
             f"{_describe(model_or_head)} has no head that can be found: it has no get_output_embeddings() that returns "
-            "one, and no module of a type given to register_head. Pass the head itself, for example "
-            "warmup(model.lm_head)"
+            "one, and no module of a type given to register_head. Pass the head itself, for example model.lm_head"
         )
     return found
 

@@ -166,6 +166,7 @@ def test_the_interface_of_older_versions_is_known():
 
     assert tuple(inspect.signature(without_out).parameters) == adapter._PARAMETERS[:-1]
     assert adapter._attributes_of_self(without_out) < adapter._SWITCHES
+    assert adapter._out_dtype(SimpleNamespace()) is None  # no switch at all
 
 
 def test_a_failure_is_one_warning_and_sglang_as_it_was(monkeypatch, caplog):
@@ -193,6 +194,19 @@ def test_the_engines_method_projects_through_the_kernel(engine, kernel, rows):
     assert_close(logits.bfloat16(), own(model, x))
     assert kernel.calls == 1, "SGLang's own projection is no kernel of ours"
     assert_close(logits.bfloat16(), exact(x, model.lm_head.weight[:VOCAB]))
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, RuntimeError])
+def test_an_error_of_the_library_does_not_stop_the_engine(engine, monkeypatch, caplog, error):
+    model, x = engine(plain()), inputs(2)
+
+    def fail(*arguments, **more):
+        raise error("not today")
+
+    monkeypatch.setattr(adapter, "project", fail)
+    for _ in range(2):
+        assert torch.equal(model.logits(x), own(model, x))
+    assert caplog.text.count("not today") == 1
 
 
 def test_it_returns_what_sglangs_method_returns(engine, kernel):

@@ -343,14 +343,15 @@ class TestCompile:
             exported = torch.export.export(model.lm_head, (torch.randn(2, HIDDEN),))
         assert "lowbatch_lmhead.project" not in str(exported)
 
+    @pytest.mark.parametrize("grad", [False, True])
     @pytest.mark.parametrize("how", ["jit", "fx"])
-    def test_recorded(self, how, kernel):
+    def test_recorded(self, how, grad, kernel):
         model, x, other = make(), torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
         warm(model)
         expected = nn.functional.linear(other, model.lm_head.weight)
-        with torch.no_grad():
-            model.lm_head(x)
-            graph = torch.jit.trace(model.lm_head, x) if how == "jit" else torch.fx.symbolic_trace(model.lm_head)
+        with torch.set_grad_enabled(grad):
+            within = nn.Sequential(model.lm_head)
+            graph = torch.jit.trace(within, x) if how == "jit" else torch.fx.symbolic_trace(within)
             with Served(kernel) as served:
                 assert_close(graph(other), expected)
         assert served.calls == 0
@@ -746,6 +747,10 @@ class TestAccelerate:
         with Served(kernel) as served:
             assert_close(logits_of(model), expected)
         assert served.calls
+        data = pickle.dumps(model.lm_head)
+        assert b"lowbatch" not in data
+        read, x = pickle.loads(data), torch.randn(2, HIDDEN)
+        assert_close(read(x), nn.functional.linear(x, model.lm_head.weight))
         adapter.unpatch(model)
         assert type(model.lm_head) is nn.Linear
         assert vars(model.lm_head)["forward"].__func__ is nn.Linear.forward  # as accelerate leaves it

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -551,7 +552,7 @@ def test_a_weight_that_is_loaded_while_serving_stays_vllms(kernel):
     assert kernel.compiled == compiled
 
 
-@pytest.mark.parametrize("name", ["warmup", "bind"])
+@pytest.mark.parametrize("name", ["warmup", "Dispatcher"])
 def test_a_preparation_that_fails_leaves_the_head_to_vllm(kernel, monkeypatch, caplog, name):
     monkeypatch.setattr(adapter, name, lambda *arguments, **more: 1 / 0)
     head, processor = make_head(), make_processor()
@@ -568,12 +569,13 @@ def test_without_tuning_the_head_is_prepared_as_warmup_does(kernel, monkeypatch,
     assert any("without tuning" in said for said in warnings(caplog))
 
 
-def test_what_the_library_refuses_vllm_computes(kernel, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError])
+def test_what_the_library_refuses_vllm_computes(kernel, monkeypatch, caplog, error):
     head, processor = make_head(), make_processor()
     profile(processor, head)
 
-    def refuse(x):
-        raise ValueError("no such input")
+    def refuse(head, x, out):
+        raise error("no such input")
 
     (served,) = adapter._heads.values()
     monkeypatch.setattr(served, "project", refuse)
@@ -612,6 +614,49 @@ def test_weights_may_change(kernel):
         head.weight = nn.Parameter(torch.randn(1024, HIDDEN).bfloat16(), requires_grad=False)
         assert_served(kernel, processor, head, rows=[2])
     assert kernel.compiled == compiled
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(2048, torch.bfloat16), (1024, torch.float32)])
+def test_a_weight_of_another_kind_is_vllms_and_nothing_is_compiled_for_it(kernel, rows, dtype):
+    head, processor = make_head(), make_processor()
+    profile(processor, head)
+    compiled, first, other = list(kernel.compiled), head.weight, torch.randn(rows, HIDDEN, dtype=dtype)
+    with torch.inference_mode(False):
+        head.weight = nn.Parameter(other, requires_grad=False)
+    x = inputs(2).to(dtype)
+    before = len(kernel.calls)
+    assert torch.equal(execute_model(processor, head, x), own(processor, head, x))
+    assert kernel.compiled == compiled
+    assert len(kernel.calls) == before
+    head.weight = first
+    assert_served(kernel, processor, head)
+
+
+def test_a_bias_is_that_of_its_call(kernel, monkeypatch):
+    """Whatever another thread projects in the middle of it."""
+    head, processor, x = make_head(), make_processor(), inputs(2)
+    mine, theirs = torch.randn(1024).bfloat16(), torch.randn(1024).bfloat16()
+    profile(processor, head, bias=mine)
+    read = adapter._weight
+
+    def read_after_another_thread(module):
+        monkeypatch.setattr(adapter, "_weight", read)
+        assert_served(kernel, processor, head, theirs, rows=[2])
+        return read(module)
+
+    expected = own(processor, head, x, mine)
+    monkeypatch.setattr(adapter, "_weight", read_after_another_thread)
+    assert_close(execute_model(processor, head, x, mine).float(), expected.float(), 5e-3)
+    assert adapter._weight is read
+
+
+def test_a_bias_is_not_kept_alive(kernel):
+    head, processor, bias = make_head(), make_processor(), torch.randn(1024).bfloat16()
+    profile(processor, head, bias=bias)
+    assert_served(kernel, processor, head, bias)
+    kept = weakref.ref(bias)
+    del bias
+    assert kept() is None
 
 
 def test_a_head_is_not_kept_alive(kernel):

@@ -145,8 +145,8 @@ def _project(
     if embedding_bias is None and not _is_compiling():
         try:
             logits = _logits(processor, hidden_states, lm_head, **more)
-        except (ValueError, TypeError) as error:
-            warn_once(f"SGLang projects by itself, this was refused: {error}")
+        except Exception as error:  # SGLang serves what it can, or says what is wrong
+            warn_once(f"SGLang projects by itself, this was refused: {type(error).__name__}: {error}")
         else:
             if logits is not None:
                 return logits
@@ -188,7 +188,7 @@ def _logits(processor: Any, x: Tensor, lm_head: Any, out: Tensor | None = None) 
 
 def _out_dtype(processor: Any) -> torch.dtype | None:
     """torch.float32 where the LogitsProcessor asks for unrounded logits, else None."""
-    if processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False):
+    if getattr(processor, "use_fp32_lm_head", False) or getattr(processor, "use_fp32_lm_head_output", False):
         return torch.float32
     return None
 
@@ -240,7 +240,10 @@ def _prepare_model(runner: Any) -> None:
             return  # an embedding model pools, it does not project
         modules = list(runner.model.modules())
         heads = _find_heads(modules)
-        for processor in (module for module in modules if isinstance(module, LogitsProcessor)):
+        # A class that projects in its own way comes here for the heads that it leaves to the original, if at all.
+        own = LogitsProcessor._compute_lm_head
+        processors = (module for module in modules if isinstance(module, LogitsProcessor))
+        for processor in (one for one in processors if type(one)._compute_lm_head is own):
             out_dtype = _out_dtype(processor)
             for lm_head in heads:
                 known = _heads.get(lm_head)

@@ -34,6 +34,7 @@ from ..tuning import TunedHead
 _is_compiling = torch.compiler.is_compiling
 _grad = torch.is_grad_enabled
 _requires_grad = gate.requires_grad
+_tracing = gate.tracing
 _linear_forward = nn.Linear.forward
 
 
@@ -57,7 +58,9 @@ class Projecting(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle holds the head as it was before: reading it must not take this library, or a class made at run time.
-        return object.__new__, (self._own,), super().__reduce_ex__(2)[2]
+        state: Any = super().__reduce_ex__(2)[2]
+        state = state | {name: _own_forward(state[name], self) for name in _FORWARDS if name in state}
+        return object.__new__, (self._own,), state
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, projected by lowbatch_lmhead"
@@ -68,8 +71,11 @@ def _eager(head: Projecting, x: Tensor) -> Tensor:
     try:
         parameters = head._parameters
         weight, bias = parameters["weight"], parameters["bias"]
-        # The dispatcher would come to the same, but slower: on a device without kernels, and in training.
-        if out_dtype is not None or (_has_kernels(x.device) and not (_grad() and _requires_grad(x, weight, bias))):
+        # The dispatcher would come to the same, but slower: on a device without kernels, in training, and in
+        # torch.jit.trace, which records it twice, once without gradients, and compares.
+        if out_dtype is not None or (
+            _has_kernels(x.device) and not (_grad() and _requires_grad(x, weight, bias)) and _tracing() is None
+        ):
             given: Any = weight if bias is None else (weight, bias)
             return dispatch.dispatcher(given, out_dtype).run(given, x, None)
     except (ValueError, LookupError, AttributeError):
@@ -133,6 +139,15 @@ _FORWARDS = ("_old_forward", "forward")
 
 def _is_bound_forward(value: Any, head: nn.Module) -> bool:
     return isinstance(value, types.MethodType) and value.__self__ is head and value.__func__ is _linear_forward
+
+
+def _own_forward(value: Any, head: nn.Linear) -> Any:
+    """What ``value``, which accelerate keeps as a forward of ``head``, is without the patch."""
+    if isinstance(value, _Beneath):
+        return value.own
+    if isinstance(value, types.MethodType) and value.__func__ is Projecting.forward:  # hooked since
+        return types.MethodType(_linear_forward, head)
+    return value
 
 
 def _read(head: Projecting) -> tuple[Tensor, Tensor | None] | None:
@@ -362,12 +377,7 @@ def _restore(head: nn.Linear, kind: type[nn.Linear]) -> None:
     _set_class(head, kind)
     if issubclass(kind, Projecting):
         return
-    for name in _FORWARDS:
-        value = vars(head).get(name)
-        if isinstance(value, _Beneath):
-            vars(head)[name] = value.own
-        elif isinstance(value, types.MethodType) and value.__func__ is Projecting.forward:  # hooked since
-            vars(head)[name] = types.MethodType(_linear_forward, head)
+    vars(head).update({name: _own_forward(vars(head)[name], head) for name in _FORWARDS if name in vars(head)})
 
 
 def _prepared(

@@ -15,7 +15,8 @@ ranks of the tensor-parallel group alike; ``warmup`` does where vLLM's own switc
 (``--no-enable-flashinfer-autotune``, ``-O0``). Nothing is compiled or tuned while requests are served: a head that is
 first met then, or whose weight said nothing until then (zeros: not loaded yet), is vLLM's for good, with one warning. As
 long as vLLM is still warming up, a weight that was not loaded is tried again at each projection, by ``warmup``, since the
-other ranks may have nothing left to tune. Weights may be reloaded, offloaded (sleep mode) and replaced afterwards.
+other ranks may have nothing left to tune. Weights may be reloaded, offloaded (sleep mode) and replaced afterwards; one of
+another shape, dtype or device is vLLM's, because it would take another kernel.
 
 vLLM has a low-batch LM head itself, for one model on SM100 and SM103. Its names, and those to use instead on any head:
 
@@ -35,14 +36,16 @@ import inspect
 import os
 import sys
 import weakref
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..api import Projection, autotune, bind, warmup
-from ..head import HeadLike, register_head
+from ..api import autotune, warmup
+from ..dispatch import Dispatcher
+from ..head import register_head
 from ..log import logger, warn_once
 
 DISABLE = "LOWBATCH_LMHEAD_DISABLE"
@@ -194,51 +197,51 @@ def _read_own(module: Any, engine: Engine) -> tuple[Tensor, Tensor | None] | Non
 class ServedHead:
     """A head as one kind of LogitsProcessor projects through it: with or without a bias, to one dtype.
 
-    It stands for the head in the library, because vLLM gives the bias with each call. The head is referred to weakly.
-    ``rows`` are the row counts that kernels serve. ``settled`` says that nothing is going to be prepared any more.
+    The head is referred to weakly, and no tensor is kept: weight and bias come with each call. ``project`` is called with
+    (weight, bias), x and None. ``rows`` are the row counts that kernels serve, of a weight of this ``shape``, ``dtype`` and
+    ``device`` index. ``settled`` says that nothing is going to be prepared any more.
     """
 
-    __slots__ = ("__weakref__", "_tuned", "bias", "method", "module", "out_dtype", "project", "rows", "settled")
+    __slots__ = ("_tuned", "device", "dtype", "method", "module", "out_dtype", "project", "rows", "settled", "shape")
 
     def __init__(self, module: weakref.ref[Any], method: Any, out_dtype: torch.dtype | None) -> None:
         self.module = module
         self.method = method
         self.out_dtype = out_dtype
-        self.bias: Tensor | None = None
-        self.project: Projection | None = None
+        self.project: Callable[[tuple[Tensor, Tensor | None], Tensor, None], Tensor] | None = None
+        self.shape: torch.Size | None = None
+        self.dtype: torch.dtype | None = None
+        self.device = -1
         self.rows: frozenset[int] = frozenset()
         self.settled = False
         self._tuned = False
 
-    def read(self) -> tuple[Tensor, Tensor | None] | None:
-        weight = _weight(self.module())
-        return None if weight is None else (weight, self.bias)
+    def takes(self, weight: Tensor) -> bool:
+        """Whether ``weight`` is as the one that was prepared: for another one a kernel would be compiled."""
+        return weight.shape == self.shape and weight.dtype is self.dtype and weight.get_device() == self.device
 
-    def __call__(self, x: Tensor) -> Tensor:
-        raise ValueError("this head has lost its weight")
-
-    def prepare(self, settings: Settings, group: Any) -> None:
+    def prepare(self, head: tuple[Tensor, Tensor | None], settings: Settings, group: Any) -> None:
         """Tune, or compile; never raises. A weight that says nothing yet leaves the head unsettled.
 
         Tuning is what ranks do together, so it is done once, when all of them come here first.
         """
-        head = cast(HeadLike, self)
         try:
-            register_head(ServedHead, ServedHead.read)
             if settings.tune and not self._tuned:
                 self._tuned = True
                 self._tune(head, settings, group)
             # Also fills the rows that were not tuned: what is left open would be compiled when it is met.
             report = warmup(head, out_dtype=self.out_dtype, progress=False)
             logger.info("prepared a vLLM head:\n%s", report)
-            self.project = bind(head, out_dtype=self.out_dtype)
+            self.project = Dispatcher(head, self.out_dtype).run
+            weight, _ = head
+            self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.get_device()
             decisions = report.heads[0].decisions
             self.rows = frozenset(one.rows for one in decisions if one.taken and one.prepared)
             self.settled = all(one.prepared or not one.taken for one in decisions)
         except Exception as error:
             self.leave(f"it could not be prepared: {type(error).__name__}: {error}")
 
-    def _tune(self, head: HeadLike, settings: Settings, group: Any) -> None:
+    def _tune(self, head: tuple[Tensor, Tensor | None], settings: Settings, group: Any) -> None:
         try:
             report = autotune(
                 head, max_rows=settings.max_rows, out_dtype=self.out_dtype, process_group=group, progress=False
@@ -278,14 +281,14 @@ def make_processor(engine: Engine) -> type:
             shape = hidden_states.shape
             if len(shape) == 2 and shape[0] in head.rows:
                 try:
-                    head.bias = embedding_bias
-                    return head.project(hidden_states)  # type: ignore[misc]
-                except ValueError as error:  # vLLM's own code serves what it can, or says what is wrong
+                    weight = _weight(lm_head)
+                    if weight is not None and head.takes(weight):
+                        return head.project((weight, embedding_bias), hidden_states, None)  # type: ignore[misc]
+                except Exception as error:  # vLLM's own code serves what it can, or says what is wrong
                     warn_once(f"a vLLM head refused its input: {error}")
             logits: Tensor = super()._apply_head(lm_head, hidden_states, embedding_bias)
             if not head.settled:
-                head.bias = embedding_bias
-                _settle(engine, head, self._settings, hidden_states, logits)
+                _settle(engine, head, self._settings, hidden_states, embedding_bias, logits)
             return logits
 
     setattr(LowBatchLogitsProcessor, _MARK, True)
@@ -309,7 +312,9 @@ def _meet(engine: Engine, module: Any, head_dtype: torch.dtype | None, x: Tensor
     return head
 
 
-def _settle(engine: Engine, head: ServedHead, settings: Settings, x: Tensor, logits: Tensor) -> None:
+def _settle(
+    engine: Engine, head: ServedHead, settings: Settings, x: Tensor, bias: Tensor | None, logits: Tensor
+) -> None:
     """Prepare ``head`` if this is the time; ``logits`` are what vLLM itself has just computed from ``x``."""
     if _capturing(x):
         warn_once(
@@ -325,7 +330,7 @@ def _settle(engine: Engine, head: ServedHead, settings: Settings, x: Tensor, log
     if weight is None or logits.dtype != dtype or logits.shape != (*x.shape[:-1], weight.shape[0]):
         head.leave(f"it gave logits {tuple(logits.shape)}, {logits.dtype} for {tuple(x.shape)}, {x.dtype}")
         return
-    head.prepare(settings, _group(engine) if settings.tune else None)
+    head.prepare((weight, bias), settings, _group(engine) if settings.tune else None)
 
 
 def _capturing(x: Tensor) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lowbatch_lmhead.tuning import limit
+
 GRAPH_US = 2500.0  # of work in one graph
 ROUNDS = 9
 
@@ -75,39 +77,7 @@ def host_us(ways: dict[str, Callable[[], object]], calls: int = 200, rounds: int
 
 def read_us(weights: Sequence[Tensor]) -> float:
     """The limit: a kernel that reads the weight and does nothing else, in its best configuration."""
-    import triton
-    import triton.language as tl
-
-    global _read
-    if _read is None:
-
-        @triton.jit
-        def _read(source, sink, count, BLOCK: tl.constexpr, LOOPS: tl.constexpr):
-            total = tl.zeros((BLOCK,), tl.int32)
-            base = tl.program_id(0).to(tl.int64) * BLOCK * LOOPS
-            for loop in range(LOOPS):
-                at = base + loop * BLOCK + tl.arange(0, BLOCK)
-                total ^= tl.load(source + at, mask=at < count, other=0, eviction_policy="evict_first")
-            # Never true for all lanes of random data; the loads cannot be removed.
-            if tl.sum(total ^ 0x5A5A5A5A) == 0x7FFFFFFF:
-                tl.store(sink, 1)
-
-    sink = torch.zeros(1, device="cuda", dtype=torch.int32)
-
-    def read(block: int, loops: int, warps: int) -> Callable[[Tensor], object]:
-        def call(weight: Tensor) -> None:
-            words = weight.view(-1).view(torch.int32)
-            _read[(triton.cdiv(words.numel(), block * loops),)](
-                words, sink, words.numel(), BLOCK=block, LOOPS=loops, num_warps=warps
-            )
-
-        return call
-
-    configurations = [(4096, 4, 8), (8192, 4, 8), (4096, 8, 4), (2048, 4, 4)]
-    return min(gpu_us([read(*configuration) for configuration in configurations], weights, rounds=5))
-
-
-_read = None
+    return min(gpu_us(limit.readers(weights[0]), weights, rounds=5))
 
 
 def relative_error(logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[float, float]:

@@ -936,7 +936,7 @@ def test_another_head_or_version_is_another_entry(tuning, monkeypatch, what):
         "bias": lambda: linear(bias=True),
     }.get(what, linear)()
     if what == "version":
-        monkeypatch.setattr(tune, "__version__", "9.9")
+        monkeypatch.setattr(tune.kept, "__version__", "9.9")
     out_dtype = torch.float32 if what == "out_dtype" else None
     assert autotune(other, out_dtype=out_dtype).heads[0].source == "measured"
 

@@ -416,7 +416,7 @@ LIBRARY = b"library" * 100_000  # 0.7 MB
 def tuned_key(**changes):
     head = {"gpu": "NVIDIA H200", "arch": "sm_90a", "vocab": 128256, "hidden": 4096}
     types = {"dtype": "bfloat16", "out_dtype": "float32", "bias": False}
-    return {**head, **types, **cli_cache._installed(), **changes}
+    return {**head, **types, **cache.versions(), **changes}
 
 
 def rows(*counts):
@@ -492,7 +492,7 @@ def test_cache_list_json(capsys, kept):
 def test_cache_list_compares_what_autotune_writes():
     size = (4096, 1024, torch.bfloat16, torch.float32, False)
     key = tune.cache_key(Plan(PlanKey(torch.device("cpu"), *size), "sm_90a"))
-    installed = cli_cache._installed()
+    installed = cache.versions()
     assert installed == {name: key[name] for name in installed}
     assert set(key) - set(installed) >= {"gpu", "arch", "vocab", "hidden", "dtype", "out_dtype", "bias"}
 

@@ -502,7 +502,7 @@ def _print_decision(where: str, decision: Decision) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    types, sizes = _types(args), [(name, _shard(size, args)) for name, size in _sizes(args)]
+    types, sizes = _types(args), _sizes(args)
     device, where = _here()
     if devices.architecture(device) not in devices.ARCHITECTURES:
         print(
@@ -577,7 +577,7 @@ class Built:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    types, sizes = _types(args), [(name, _shard(size, args)) for name, size in _sizes(args)]
+    types, sizes = _types(args), _sizes(args)
     folder = _out_folder(args.out) if args.out else None
     served, done, failures = [], [], 0
     for name, size in sizes:
@@ -609,7 +609,7 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace) -> list[tuple[str, Size]]:
-    """The heads that are asked for, each with a name or ''."""
+    """The heads that are asked for, one rank's part of each, with a name or ''."""
     found = [(name, _model_size(name)) for name in args.model]
     if (args.vocab is None) != (args.hidden is None):
         raise UsageError("--vocab and --hidden go together: the weight has the shape (vocab, hidden)")
@@ -617,7 +617,7 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, Size]]:
         found.append(("", Size(args.vocab, args.hidden)))
     if not found:
         raise UsageError("which head? Give --vocab and --hidden, or --model")
-    return found
+    return [(name, _shard(size, args)) for name, size in found]
 
 
 def _model_size(name: str) -> Size:

@@ -20,11 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import objects
-from ._version import __version__
-from .backends import flashinfer
 from .tuning import cache
 from .tuning.cache import Kept
 
@@ -81,7 +77,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _report(folder: Path | None) -> Facts:
-    installed, problems = _installed(), [] if folder else [NO_HOME]
+    installed, problems = cache.versions(), [] if folder else [NO_HOME]
     files: list[Path] = []
     try:
         files = objects.kept_files(folder) if folder else []
@@ -98,16 +94,6 @@ def _report(folder: Path | None) -> Facts:
         "kernels": _kernels({path: _size(path) for path in files}),
         "installed": installed,
         "tuned": [_tuned(kept, installed) for kept in cache.entries(folder / cache.FOLDER if folder else None)],
-    }
-
-
-def _installed() -> Facts:
-    """The versions that a tuned choice depends on, as ``autotune`` writes them into its key."""
-    return {
-        "lowbatch-lmhead": __version__,
-        "torch": str(torch.__version__),
-        **{name: flashinfer.version(name) or "" for name in (flashinfer.FLASHINFER[0], flashinfer.CUTE_DSL[0])},
-        "cuda": objects.cuda_flavour() or 0,
     }
 
 

@@ -84,8 +84,7 @@ class Plan:
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
-                with on_device(self.key.device):
-                    entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
+                entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
                 if not settled:
                     return entry
                 serves = _served(entry)
@@ -101,7 +100,7 @@ class Plan:
         for backend in able:
             for tactic in backend.tactics(problem):
                 try:
-                    tried = self._checked(rows, backend, tactic, weight, bias, references, backend.compile)
+                    tried = self.checked(rows, backend, tactic, weight, bias, references)
                 except PASSING as error:
                     warn_once(f"the default GEMM serves for now: {type(error).__name__}: {first_lines(error)}")
                     return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}")), False
@@ -124,8 +123,14 @@ class Plan:
 
         ``compile_`` stands for ``backend.compile``. ``PASSING`` errors are raised.
         """
+        known = (backend.name, str(tactic))
         with self._lock, on_device(self.key.device):
-            return self._checked(rows, backend, tactic, weight, bias, references, compile_ or backend.compile)
+            tried = self._tried.get(known)
+            if not isinstance(tried, str):
+                compile_ = compile_ or backend.compile
+                tried = self._try(tried, backend, tactic, self.problem(rows), weight, bias, references, compile_)
+                self._tried[known] = tried
+            return tried
 
     def adopt(self, entries: Mapping[int, Entry]) -> None:
         """Let ``entries``, by row count from 1 on, serve from now on: launches that were checked."""
@@ -137,23 +142,6 @@ class Plan:
                 adopted[rows], table[rows] = entry, _served(entry)
             # In place, because dispatchers hold the list; in one, so that an interruption comes before or after.
             self.entries[:], self.table[:], self.max_rows = adopted, table, last
-
-    def _checked(
-        self,
-        rows: int,
-        backend: backends.Backend,
-        tactic: Any,
-        weight: Tensor,
-        bias: Tensor | None,
-        references: list[verify.Reference],
-        compile_: Callable[[Problem, Any], Launch],
-    ) -> Launch | str:
-        known = (backend.name, str(tactic))
-        tried = self._tried.get(known)
-        if not isinstance(tried, str):
-            tried = self._try(tried, backend, tactic, self.problem(rows), weight, bias, references, compile_)
-            self._tried[known] = tried
-        return tried
 
     def reference(self, weight: Tensor, bias: Tensor | None, rows: int = 0) -> verify.Reference:
         """The reference for ``rows`` and for all row counts of the plan.

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from . import objects
 from .gate import Decision
@@ -54,11 +54,20 @@ def _same(a: Decision, b: Decision) -> bool:
     )
 
 
+class Lines(Protocol):
+    """A head's part of a report."""
+
+    def lines(self) -> Iterator[str]: ...
+
+
+H = TypeVar("H", bound=Lines)
+
+
 @dataclass(frozen=True)
-class WarmupReport:
+class Report(Generic[H]):
     """Heads in the order in which they were found; seconds of wall time; kernels compiled, and loaded from disk."""
 
-    heads: tuple[HeadReport, ...]
+    heads: tuple[H, ...]
     seconds: float
     compiled: int
     loaded: int
@@ -67,6 +76,10 @@ class WarmupReport:
         lines = [line for head in self.heads for line in head.lines()]
         lines.append(f"{self.seconds:.2f} s, {self.compiled} kernels compiled, {self.loaded} loaded")
         return "\n".join(lines)
+
+
+class WarmupReport(Report[HeadReport]):
+    """What ``warmup`` did."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""

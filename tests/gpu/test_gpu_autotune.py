@@ -82,7 +82,7 @@ def test_the_limit_is_one(monkeypatch):
 
 
 def test_without_triton_the_report_has_no_limit(monkeypatch):
-    monkeypatch.setattr(limit, "_readers", lambda weight: (_ for _ in ()).throw(ImportError("no triton")))
+    monkeypatch.setattr(limit, "readers", lambda weight: (_ for _ in ()).throw(ImportError("no triton")))
     (found,) = autotune(make(20000, 1024), max_rows=2, cache=False).heads
     assert found.source == "measured"
     assert found.read_us is None

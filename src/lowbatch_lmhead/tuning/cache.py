@@ -28,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from .. import objects
+import torch
+
+from .. import __version__, objects
+from ..backends import flashinfer
 from ..log import logger, warn_once
 
 N = TypeVar("N", int, float)
@@ -54,6 +57,16 @@ class Kept:
     key: Key | None
     content: dict[str, Any] | None
     modified: float
+
+
+def versions() -> Key:
+    """The installed versions that a measured choice depends on."""
+    return {
+        "lowbatch-lmhead": __version__,
+        "torch": str(torch.__version__),  # brings cuBLAS
+        **{name: flashinfer.version(name) or "" for name in (flashinfer.FLASHINFER[0], flashinfer.CUTE_DSL[0])},
+        "cuda": objects.cuda_flavour() or 0,
+    }
 
 
 def folder(cache: bool | str | os.PathLike[str]) -> Path | None:

@@ -22,7 +22,7 @@ def read_us(timer: Timer, weight: Tensor) -> float | None:
     if not weight.is_cuda:
         return None
     try:
-        calls = _readers(weight)
+        calls = readers(weight)
         with timer.contest(1, calls) as contest:
             rounds = [contest.round(range(len(calls))) for _ in range(ROUNDS)]
     except Exception as error:  # no Triton, no C compiler for it: the report does without the limit
@@ -32,7 +32,8 @@ def read_us(timer: Timer, weight: Tensor) -> float | None:
     return min(medians)
 
 
-def _readers(weight: Tensor) -> list[Call]:
+def readers(weight: Tensor) -> list[Call]:
+    """Calls that read a weight like this one and do nothing else. ImportError without Triton."""
     import torch
     import triton
 

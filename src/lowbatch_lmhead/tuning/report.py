@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..report import Report
+
 Source = Literal["measured", "cache", "earlier call", "not tuned"]
 
 
@@ -123,19 +125,8 @@ def _range(values: list[float | None], form: str) -> str:
     return least if least == most else f"{least}-{most}"
 
 
-@dataclass(frozen=True)
-class TuningReport:
-    """Heads in the order in which they were found; seconds of wall time; kernels compiled, and loaded from disk."""
-
-    heads: tuple[TunedHead, ...]
-    seconds: float
-    compiled: int
-    loaded: int
-
-    def __str__(self) -> str:
-        lines = [line for head in self.heads for line in head.lines()]
-        lines.append(f"{self.seconds:.2f} s, {self.compiled} kernels compiled, {self.loaded} loaded")
-        return "\n".join(lines)
+class TuningReport(Report[TunedHead]):
+    """What ``autotune`` did."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .. import __version__, backends, gate, objects, verify
+from .. import backends, gate, objects, verify
 from .. import plan as plans
-from ..backends import Launch, flashinfer
+from ..backends import Launch
 from ..backends.base import dtype_name
 from ..head import Head, sizes_of
 from ..log import warn_once
@@ -240,10 +240,7 @@ def cache_key(plan: Plan) -> kept.Key:
         "dtype": dtype_name(key.dtype),
         "out_dtype": dtype_name(key.out_dtype),
         "bias": key.has_bias,
-        "lowbatch-lmhead": __version__,
-        "torch": str(torch.__version__),  # brings cuBLAS
-        **{name: flashinfer.version(name) or "" for name in (flashinfer.FLASHINFER[0], flashinfer.CUTE_DSL[0])},
-        "cuda": objects.cuda_flavour() or 0,
+        **kept.versions(),
     }
 
 

@@ -80,7 +80,8 @@ def default_tactic(problem: Problem) -> Tactic:
         k_tile = 128 if tiles_fit(hidden, 128) else 256
         residents = 2
         if k_tile == 128 and problem.arch == "sm_90a":
-            # With a token tile of 32 a fourth CTA leaves two stages, which is too few: 5 % slower (results/h200/tuned.json).
+            # With a token tile of 32 a fourth CTA would leave two stages. With three, the kernel serves a third of the cases
+            # of 17 to 32 rows in benchmarks/results/h200/tuned.json.
             residents = 3 if token_tile == 32 else 4
     return deepest_ring(output_tile, token_tile, k_tile, residents, hidden, arch) or Tactic(
         output_tile, token_tile, k_tile, min(2, hidden // k_tile), 2
@@ -155,8 +156,8 @@ class WarpSplitK(CompiledBackend):
         return autotune_tactics(problem)
 
     def handicap(self, tactic: Tactic) -> float:
-        # Each CTA reads all of x from L2, so half the output tile is twice the reading, and hot spots: at some addresses
-        # of x such a launch takes 2 to 8 % longer (x in benchmarks/results/h200/writes.json).
+        # Each CTA reads all of x from L2, so half the output tile is twice the reading, and hot spots: at one of 24
+        # addresses of x such a launch took 8 % longer (x in benchmarks/results/h200/writes.json).
         return 0.02 if tactic.output_tile == 16 else 0.0
 
     def smem_bytes(self, tactic: Tactic) -> int:

@@ -66,8 +66,8 @@ def compare(contest: Contest, count: int, margin: float = 0.01, keep_last: bool 
     """Time ``count`` calls, the first of them the yardstick, for as many rounds as the result needs.
 
     A call that is clearly behind the best is left out after a few rounds, but not the yardstick, nor with ``keep_last`` the
-    last call. It ends early when what is left differs from the
-    yardstick by more than ``margin`` and three times the spread of the rounds.
+    last call. It ends early when what is left differs from the yardstick by more than ``margin`` and three times the
+    spread of the rounds.
     """
     times: list[list[float]] = [[] for _ in range(count)]
     active, kept = list(range(count)), (0, count - 1) if keep_last else (0,)

@@ -7,6 +7,10 @@
 transformers: generate() of a model with a tied head and one with an odd vocabulary, with the shapes of granite-3.1-2b and
 whisper-large-v3 and few layers, patched and not. vLLM: the real engine on a small Llama with random weights, with the plugin
 found through its entry point and without it, eagerly and with CUDA graphs.
+
+Tokens are compared between processes with and without the plugin. Times are taken in one process, the two in turn, because
+a step of such a small model is mostly host time and differs by more from process to process than a head takes: in vLLM the
+plugin is told, for every other round, that no row count is served. gpu_us is the time of all kernels of a step, profiled.
 """
 
 from __future__ import annotations
@@ -19,27 +23,47 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNEL = "SplitK"  # in the name of every kernel that warp split-K launches
+KERNELS = (
+    "WarpSplitK",
+    "DirectDense",
+)  # in the names of the kernels that are launched here; cuBLAS has "splitK" ones too
+ROUNDS = 7
 TOKENS = 64
 BATCHES = (1, 4, 16)
 LLAMA = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
          "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096}  # fmt: skip
 
 
-def kernels(step: Any) -> list[str]:
-    """The names of the GPU kernels that ``step()`` runs."""
+def profiled(step: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """The GPU time of one of ``step()``'s steps in microseconds, and this library's kernels among those that ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
         torch.cuda.synchronize()
-    return sorted({event.key for event in found.key_averages() if event.device_type.name == "CUDA"})
+    events = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    ours = sorted({event.key for event in events if any(name in event.key for name in KERNELS)})
+    return {"gpu_us": round(sum(event.self_device_time_total for event in events) / steps, 1), "kernels": ours}
+
+
+def in_turn(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of each, measured in turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for index in range(ROUNDS + 1):
+        for name, way in ways.items() if index % 2 else reversed(ways.items()):
+            begin = time.perf_counter()
+            way()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, Any]:
@@ -93,41 +117,46 @@ def run_transformers(arguments: argparse.Namespace) -> None:
             key: value.to(device, torch.bfloat16 if value.is_floating_point() else None)
             for key, value in inputs.items()
         }
+        with adapter.patch(model, max_rows=max(BATCHES)) as patch:
+            served = str(patch)
         for batch in BATCHES:
             part = {key: value[:batch] for key, value in inputs.items()}
+
+            def plain(tokens: int = TOKENS, model: Any = model, part: Any = part) -> list[list[int]]:
+                return generate(model, part, tokens)
+
+            def patched(tokens: int = TOKENS, model: Any = model, part: Any = part) -> list[list[int]]:
+                with adapter.patch(model, prepare=None):  # prepared before
+                    return generate(model, part, tokens)
+
+            ways = {"plain": plain, "patched": patched}
             with torch.inference_mode():
-                plain, plain_ms = generate(model, part)
-                with adapter.patch(model, max_rows=max(BATCHES)) as patch:
-                    patched, patched_ms = generate(model, part)
-                    seen = kernels(lambda model=model, part=part: generate(model, part, 4)) if device == "cuda" else []
+                tokens = {name: way() for name, way in ways.items()}
+                times = in_turn(ways)
+                seen = (
+                    {name: profiled(lambda way=way: way(8), 8) for name, way in ways.items()}
+                    if device == "cuda"
+                    else {}
+                )
             found.append(
                 {
                     "model": name,
                     "vocab": model.get_output_embeddings().weight.shape[0],
                     "hidden": model.get_output_embeddings().weight.shape[1],
                     "batch": batch,
-                    "ms_per_token": {"plain": round(plain_ms, 3), "patched": round(patched_ms, 3)},
-                    "tokens": agreement(plain, patched),
-                    "kernel_seen": any(KERNEL in kernel for kernel in seen),
-                    "served": str(patch),
+                    "ms_per_token": {way: round(ms / TOKENS, 3) for way, ms in times.items()},
+                    "tokens": agreement(tokens["plain"], tokens["patched"]),
+                    "profile": seen,
+                    "served": served,
                 }
             )
             print(json.dumps({key: value for key, value in found[-1].items() if key != "served"}), flush=True)
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def generate(model: Any, inputs: dict[str, torch.Tensor], tokens: int = TOKENS) -> tuple[list[list[int]], float]:
-    """The tokens, and milliseconds for each: the median of three runs."""
-    times = []
-    for _ in range(4):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        made = model.generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3 / tokens)
-    return made.tolist(), statistics.median(times[1:])
+def generate(model: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[list[int]]:
+    made: torch.Tensor = model.generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+    return made.tolist()
 
 
 # --- vLLM ---
@@ -167,22 +196,36 @@ def run_vllm(arguments: argparse.Namespace) -> None:
                 made = engine.generate(prompts, greedy, use_tqdm=False)
                 return [list(one.outputs[0].token_ids) for one in made]
 
-            tokens, times = run(), []
-            for _ in range(5):
-                begin = time.perf_counter()
-                run()
-                times.append((time.perf_counter() - begin) * 1e3 / TOKENS)
-            seen = kernels(lambda run=run: run(4))
-            results.append(
-                {
-                    "batch": batch,
-                    "ms_per_step": round(statistics.median(times), 4),
-                    "kernel_seen": any(KERNEL in kernel for kernel in seen),
-                    "tokens": tokens,
-                }
-            )
-            print(json.dumps({key: value for key, value in results[-1].items() if key != "tokens"}), flush=True)
-    arguments.out.write_text(json.dumps(results))
+            result = {"batch": batch, "tokens": run()}
+            if arguments.plugin:
+                result |= beside_vllm(run)
+            results.append(result)
+            print(json.dumps({key: value for key, value in result.items() if key != "tokens"}), flush=True)
+        arguments.out.write_text(json.dumps(results))
+
+
+def beside_vllm(run: Callable[..., Any]) -> dict[str, Any]:
+    """The time of a step with the plugin and without, in this process."""
+    from lowbatch_lmhead.adapters import vllm as adapter
+
+    rows = {key: head.rows for key, head in adapter._heads.items()}
+    assert rows, "the engine has projected through no head of the plugin's"
+
+    def without(tokens: int = TOKENS) -> Any:
+        for head in adapter._heads.values():
+            head.rows = frozenset()
+        return run(tokens)
+
+    def with_(tokens: int = TOKENS) -> Any:
+        for key, head in adapter._heads.items():
+            head.rows = rows[key]
+        return run(tokens)
+
+    ways = {"without": without, "with": with_}
+    return {
+        "ms_per_step": {name: round(ms / TOKENS, 4) for name, ms in in_turn(ways).items()},
+        "profile": {name: profiled(lambda way=way: way(8), 8) for name, way in ways.items()},
+    }
 
 
 def with_entry_point(folder: Path) -> dict[str, str]:
@@ -208,23 +251,16 @@ def run_all(arguments: argparse.Namespace) -> None:
             runs = {}
             for plugin in (0, 1):
                 out = folder / f"{eager}{plugin}.json"
-                command = [sys.executable, __file__, "vllm", "--eager", str(eager), "--out", str(out)]
+                command = [sys.executable, __file__, "vllm", "--eager", str(eager), "--plugin", str(plugin)]
                 disable = {"LOWBATCH_LMHEAD_DISABLE": str(1 - plugin)}
-                done = subprocess.run(command, env={**environment, **disable}, check=False)
+                done = subprocess.run([*command, "--out", str(out)], env={**environment, **disable}, check=False)
                 runs[plugin] = json.loads(out.read_text()) if done.returncode == 0 else None
             if None in runs.values():
                 found["vllm"].append({"eager": bool(eager), "failed": [k for k, v in runs.items() if v is None]})
                 continue
             for without, with_ in zip(runs[0], runs[1]):
-                found["vllm"].append(
-                    {
-                        "eager": bool(eager),
-                        "batch": without["batch"],
-                        "ms_per_step": {"without": without["ms_per_step"], "with": with_["ms_per_step"]},
-                        "kernel_seen": {"without": without["kernel_seen"], "with": with_["kernel_seen"]},
-                        "tokens": agreement(without["tokens"], with_["tokens"]),
-                    }
-                )
+                tokens = agreement(without["tokens"], with_["tokens"])
+                found["vllm"].append({"eager": bool(eager), **with_, "tokens": tokens})
         out = folder / "transformers.json"
         subprocess.run([sys.executable, __file__, "transformers", "--out", str(out)], env=environment, check=False)
         found["transformers"] = json.loads(out.read_text()) if out.exists() else "failed"
@@ -241,6 +277,7 @@ def main() -> None:
         command.add_argument("--out", type=Path, required=True)
         if name == "vllm":
             command.add_argument("--eager", type=int, default=1)
+            command.add_argument("--plugin", type=int, default=1)
         if name == "transformers":
             command.add_argument("--small", action="store_true")
     arguments = parser.parse_args()

@@ -20,7 +20,14 @@ from .warming import warm_head
 _is_compiling = torch.compiler.is_compiling
 
 
-def project(head: HeadLike, x: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def project(
+    head: HeadLike,
+    x: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """The logits of ``x`` through ``head``: ``x @ weight.T + bias``.
 
     A low-batch kernel computes them where one is taken (see ``explain``), otherwise the head's own computation does, so
@@ -35,6 +42,9 @@ def project(head: HeadLike, x: Tensor, *, out: Tensor | None = None, out_dtype: 
         out: (..., vocab) to write the logits into; it must not overlap x or the head.
         out_dtype: None for the head's dtype; torch.float32 for float32 logits that were never rounded to bfloat16.
             A head that computes in its own way (quantized, hooked) is cast up afterwards instead.
+        batch_invariant: True for logits of a row whose bits do not depend on what other rows there are, nor on how many:
+            one order of additions serves every row count, more than 64 rows in pieces. Where no kernel can promise that,
+            the default GEMM computes one row at a time, which reads the weight once for each.
 
     Returns:
         The logits (..., vocab): ``out`` where it was given.
@@ -43,47 +53,53 @@ def project(head: HeadLike, x: Tensor, *, out: Tensor | None = None, out_dtype: 
         ValueError: arguments that no path could serve; ``out`` is untouched.
     """
     if _is_compiling():
-        return _traced(head, x, out, out_dtype)
-    return dispatch.dispatcher(head, out_dtype).run(head, x, out)
+        return _traced(head, x, out, out_dtype, batch_invariant)
+    return dispatch.dispatcher(head, out_dtype, batch_invariant).run(head, x, out)
 
 
-def _traced(head: HeadLike, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _traced(
+    head: HeadLike, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool
+) -> Tensor:
     from . import ops
 
-    return ops.traced(read_head(head), x, out, out_dtype)
+    return ops.traced(read_head(head), x, out, out_dtype, batch_invariant)
 
 
 class Projection:
     """A head bound for repeated calls; what ``bind`` returns."""
 
-    __slots__ = ("_head", "_out_dtype", "_run")
+    __slots__ = ("_batch_invariant", "_head", "_out_dtype", "_run")
 
-    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
+    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> None:
         read = read_head(head)
         if read.weight is not None:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+        if batch_invariant:
+            dispatch.check_invariant(read)
         self._head = head
         self._out_dtype = out_dtype
-        self._run = dispatch.Dispatcher(head, out_dtype).run
+        self._batch_invariant = batch_invariant
+        self._run = dispatch.Dispatcher(head, out_dtype, batch_invariant).run
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``project(head, x, out=out)``: the logits (..., vocab) of ``x`` (..., hidden)."""
         if _is_compiling():
-            return _traced(self._head, x, out, self._out_dtype)
+            return _traced(self._head, x, out, self._out_dtype, self._batch_invariant)
         return self._run(self._head, x, out)
 
     def explain(self, x: Tensor) -> Decision:
         """``explain(head, x)`` for the bound head."""
-        return explain(self._head, x, out_dtype=self._out_dtype)
+        return explain(self._head, x, out_dtype=self._out_dtype, batch_invariant=self._batch_invariant)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Projection, (self._head, self._out_dtype)  # compiled launches do not travel
+        return Projection, (self._head, self._out_dtype, self._batch_invariant)  # compiled launches do not travel
 
     def __repr__(self) -> str:
-        return f"Projection({type(self._head).__name__}, out_dtype={self._out_dtype})"
+        invariant = ", batch_invariant=True" if self._batch_invariant else ""
+        return f"Projection({type(self._head).__name__}, out_dtype={self._out_dtype}{invariant})"
 
 
-def bind(head: HeadLike, *, out_dtype: torch.dtype | None = None) -> Projection:
+def bind(head: HeadLike, *, out_dtype: torch.dtype | None = None, batch_invariant: bool = False) -> Projection:
     """A callable for one head, with what ``project`` looks up on every call looked up once. For decode loops.
 
     The weight and bias are read from the head on every call, so they may be changed, swapped, replaced or moved.
@@ -91,27 +107,30 @@ def bind(head: HeadLike, *, out_dtype: torch.dtype | None = None) -> Projection:
     Args:
         head: as for ``project``. The Projection keeps it alive.
         out_dtype: as for ``project``.
+        batch_invariant: as for ``project``.
 
     Raises:
-        ValueError: ``head`` is none, or ``out_dtype`` is not one that it can have.
+        ValueError: ``head`` is none, or cannot have this ``out_dtype`` or ``batch_invariant``.
     """
-    return Projection(head, out_dtype)
+    return Projection(head, out_dtype, batch_invariant)
 
 
-def explain(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Decision:
-    """What ``project(head, x, out_dtype=out_dtype)`` would use, and why. Nothing is compiled or computed.
+def explain(
+    head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None, batch_invariant: bool = False
+) -> Decision:
+    """What ``project`` with the same arguments would use, and why. Nothing is compiled or computed.
 
     Raises:
         ValueError: as for ``project``.
     """
     read = read_head(head)
-    dtype = dispatch.check_arguments(read, x, None, out_dtype)
-    return gate.decide(read, x, dtype)[0]
+    dtype = dispatch.check_arguments(read, x, None, out_dtype, batch_invariant)
+    return gate.decide(read, x, dtype, batch_invariant)[0]
 
 
-def applies(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None) -> bool:
+def applies(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None, batch_invariant: bool = False) -> bool:
     """Whether ``project`` would use a low-batch kernel for this input: ``explain`` as a bool."""
-    return explain(head, x, out_dtype=out_dtype).taken
+    return explain(head, x, out_dtype=out_dtype, batch_invariant=batch_invariant).taken
 
 
 def warmup(
@@ -119,6 +138,7 @@ def warmup(
     *,
     max_rows: int | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     progress: bool | None = None,
 ) -> WarmupReport:
     """Compile and check every launch that serving will need, so that ``project`` never compiles.
@@ -129,6 +149,8 @@ def warmup(
         max_rows: prepare row counts 1 to max_rows; None for all that kernels serve on this GPU (16 on SM90 and
             SM120, 32 on SM100 and SM103). More rows than that stay with the default GEMM.
         out_dtype: prepare for this ``out_dtype`` of ``project``.
+        batch_invariant: prepare for ``batch_invariant=True``; its row counts share an order of additions and are prepared
+            together. What ``autotune`` chooses serves other calls only.
         progress: a progress bar on stderr; None for one where stderr is a terminal.
 
     Returns:
@@ -140,7 +162,9 @@ def warmup(
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
     heads = _heads(model_or_head, out_dtype)
-    return WarmupReport.collect(heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar), progress)
+    return WarmupReport.collect(
+        heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar, batch_invariant), progress
+    )
 
 
 def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str, Any, Head]]:

@@ -50,11 +50,13 @@ class Dispatcher:
         "_vocab",
         "_weight",
         "_weight_bytes",
+        "batch_invariant",
         "out_dtype",
     )
 
-    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None) -> None:
+    def __init__(self, head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> None:
         self.out_dtype = out_dtype
+        self.batch_invariant = batch_invariant
         self._read = _quick_reader(head)
         self._kind = type(head)
         self._table: list[Callable[..., Any] | Literal[False] | None] = []
@@ -157,7 +159,7 @@ class Dispatcher:
             out = self._empty(flat, rows)
             launch(weight, flat, bias, out)
             return out.view(*x.shape[:-1], out.shape[1])
-        if launch is False and self.out_dtype is None and self._alike(x, weight, bias):
+        if launch is False and self.out_dtype is None and not self.batch_invariant and self._alike(x, weight, bias):
             return F.linear(x, weight, bias)
         return None
 
@@ -178,28 +180,32 @@ class Dispatcher:
 
     def _thorough(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
         read = read_head(head)
-        out_dtype = check_arguments(read, x, out, self.out_dtype)
+        out_dtype = check_arguments(read, x, out, self.out_dtype, self.batch_invariant)
         rows = gate.row_count(x)
-        decision, plan = gate.decide(read, x, out_dtype)
+        decision, plan = gate.decide(read, x, out_dtype, self.batch_invariant)
+        default = _row_by_row if self.batch_invariant else _default
         if plan is None:
-            return _default(read, x, out, out_dtype, self.out_dtype)
+            return default(read, x, out, out_dtype, self.out_dtype)
         assert read.weight is not None
         self._remember(head, plan, read.weight)
-        if rows <= plan.max_rows and plan.table[rows] is None:
+        asked = min(rows, plan.max_rows) if self.batch_invariant else rows  # more are computed in pieces
+        if asked <= plan.max_rows and plan.table[asked] is None:
             if not _capturing(x.device):
-                plan.prepare(rows, read.weight, read.bias)
+                plan.prepare(asked, read.weight, read.bias)
             elif decision.taken:
                 warn_once(
                     f"a {plan.key.vocab}x{plan.key.hidden} head met {rows} rows inside a CUDA graph capture before it was "
                     "prepared; the graph holds the default GEMM. Call warmup(head) before capturing"
                 )
-        launch = plan.table[rows] if rows <= plan.max_rows else None
+        launch = plan.table[asked] if asked <= plan.max_rows else None
         if launch:
             try:
+                if rows > asked:
+                    return _in_pieces(plan.table, read, x, out, out_dtype)
                 return _run(launch, read, x, out, out_dtype)
             except (ValueError, TypeError) as error:
                 warn_once(f"a launch refused what the gate let pass, the default GEMM serves: {error}")
-        return _default(read, x, out, out_dtype, self.out_dtype)
+        return default(read, x, out, out_dtype, self.out_dtype)
 
 
 def _quick_reader(head: HeadLike) -> Callable[[Any], tuple[Tensor, Tensor | None] | None]:
@@ -286,8 +292,12 @@ def _have_addresses(*tensors: Tensor) -> bool:
     )
 
 
-def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+def check_arguments(
+    head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
+) -> torch.dtype:
     """The dtype of the logits; ValueError for arguments that no path could serve. Nothing is written."""
+    if batch_invariant:
+        check_invariant(head)
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor of shape (..., hidden), got {type(x).__name__}")
     weight = head.weight
@@ -329,6 +339,14 @@ def check_arguments(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.
 def _input_shape(weight: Tensor | None) -> str:
     sizes = sizes_of(weight)
     return f"(..., {sizes[1]})" if sizes else "(..., hidden)"
+
+
+def check_invariant(head: Head) -> None:
+    if head.own is not None:
+        why = "; ".join(head.reasons)
+        raise ValueError(
+            f"batch_invariant=True takes a head that is its weight and bias; this one computes by itself: {why}"
+        )
 
 
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
@@ -381,6 +399,36 @@ def _run(launch: Callable[..., Any], head: Head, x: Tensor, out: Tensor | None, 
         return out if direct else out.copy_(target.view(out.shape))
 
 
+def _in_pieces(table: list[Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """More rows than a launch takes, as many at a time as it does."""
+    assert head.weight is not None
+    vocab, hidden = head.weight.shape
+    flat = x.reshape(-1, hidden)
+    direct = out is not None and out.dim() == 2 and out.stride(1) == 1
+    logits = out if direct else flat.new_empty((flat.shape[0], vocab), dtype=out_dtype)
+    assert logits is not None
+    size = len(table) - 1
+    for start in range(0, flat.shape[0], size):
+        part = flat[start : start + size]
+        _run(table[part.shape[0]], head, part, logits[start : start + size], out_dtype)
+    if out is None:
+        return logits.view(*x.shape[:-1], vocab)
+    return out if direct else out.copy_(logits.view(out.shape))
+
+
+def _row_by_row(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Tensor:
+    """The default GEMM on one row at a time, so that it cannot choose an algorithm by what else is computed.
+
+    Each row is copied to memory of its own: the algorithm may depend on where an operand begins.
+    """
+    assert head.weight is not None
+    flat = x.reshape(-1, x.shape[-1])
+    logits = [_default(head, flat[row : row + 1].clone(), None, dtype, out_dtype) for row in range(flat.shape[0])]
+    shape = (*x.shape[:-1], head.weight.shape[0])
+    result = torch.cat(logits).view(shape) if logits else _default(head, x, None, dtype, out_dtype)
+    return result if out is None else out.copy_(result)
+
+
 def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Tensor:
     """What the head computes without this library, in ``out_dtype`` where one was asked for."""
     if head.own is not None:
@@ -410,34 +458,36 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
     return result if out is None else out.copy_(result)
 
 
-_dispatchers: dict[tuple[int, torch.dtype | None], tuple[Callable[[], Any], Dispatcher]] = {}
+_dispatchers: dict[tuple[int, torch.dtype | None, bool], tuple[Callable[[], Any], Dispatcher]] = {}
 
 
-def dispatcher(head: HeadLike, out_dtype: torch.dtype | None) -> Dispatcher:
+def dispatcher(head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> Dispatcher:
     """The dispatcher that calls with this head share; it goes when the head goes."""
-    key = (id(head), out_dtype)
+    key = (id(head), out_dtype, batch_invariant)
     try:
         known = _dispatchers.get(key)
     except TypeError:  # not hashable, so no dtype
-        raise ValueError(f"out_dtype must be None or a torch.dtype, got {out_dtype!r}") from None
+        raise ValueError(
+            f"out_dtype must be None or a torch.dtype and batch_invariant a bool, got {out_dtype!r}, {batch_invariant!r}"
+        ) from None
     if known is not None and known[0]() is head:
         return known[1]
     if isinstance(head, tuple) and len(head) == 2:
         # A tuple is made anew for every call as likely as not, and cannot be referred to weakly: its weight can.
-        return _for_weight(head, out_dtype)
+        return _for_weight(head, out_dtype, batch_invariant)
     read_head(head)
-    made = Dispatcher(head, out_dtype)
+    made = Dispatcher(head, out_dtype, batch_invariant)
     with contextlib.suppress(TypeError):  # a type with __slots__ and no __weakref__ is met anew on every call
         _dispatchers[key] = (weakref.ref(head, lambda _: _dispatchers.pop(key, None)), made)
     return made
 
 
-def _for_weight(head: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | None) -> Dispatcher:
+def _for_weight(head: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | None, batch_invariant: bool) -> Dispatcher:
     weight = head[0]
-    key = (-id(weight), out_dtype)
+    key = (-id(weight), out_dtype, batch_invariant)
     known = _dispatchers.get(key)
     if known is None or known[0]() is not weight:
         read_head(head)
-        known = (weakref.ref(weight, lambda _: _dispatchers.pop(key, None)), Dispatcher(head, out_dtype))
-        _dispatchers[key] = known
+        made = Dispatcher(head, out_dtype, batch_invariant)
+        known = _dispatchers[key] = (weakref.ref(weight, lambda _: _dispatchers.pop(key, None)), made)
     return known[1]

@@ -6,6 +6,7 @@ share it. A reason names what a person could change.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -130,19 +131,23 @@ def _tensor_reasons(weight: Tensor, bias: Tensor | None, x: Tensor) -> list[str]
     return reasons
 
 
-def decide(head: Head, x: Tensor, out_dtype: torch.dtype) -> tuple[Decision, Plan | None]:
+def decide(
+    head: Head, x: Tensor, out_dtype: torch.dtype, batch_invariant: bool = False
+) -> tuple[Decision, Plan | None]:
     """What serves this input, without preparing anything; and the plan, when no reason stands against asking it."""
     rows = row_count(x)
     reasons = reasons_against(head, x)
     if reasons:
         return refused(reasons, rows), None
     assert head.weight is not None
-    plan = plan_for(head.weight, head.bias, out_dtype)
+    plan = plan_for(head.weight, head.bias, out_dtype, batch_invariant)
     return decide_rows(plan, rows), plan
 
 
 def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
+    if rows > plan.max_rows and plan.key.batch_invariant:
+        return dataclasses.replace(decide_rows(plan, plan.max_rows), rows=rows)  # in pieces
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
         if plan.tuned is None and plan.max_rows < MEASURED_ROWS:

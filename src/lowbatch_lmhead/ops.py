@@ -15,18 +15,22 @@ from .head import Head
 
 
 @torch.library.custom_op("lowbatch_lmhead::project", mutates_args=())
-def project_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def project_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
+) -> Tensor:
     head = weight if bias is None else (weight, bias)
-    return dispatch.dispatcher(head, out_dtype).run(head, x, None)
+    return dispatch.dispatcher(head, out_dtype, batch_invariant).run(head, x, None)
 
 
 @project_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, bias, _ = inputs
+    x, weight, bias, _, _ = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
@@ -36,26 +40,42 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     x, weight = ctx.saved_tensors
     flat, grad_flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).to(weight.dtype)
     grad_bias = grad_flat.sum(0) if ctx.has_bias else None
-    return (grad_flat @ weight).view(x.shape), grad_flat.t() @ flat, grad_bias, None
+    return (grad_flat @ weight).view(x.shape), grad_flat.t() @ flat, grad_bias, None, None
 
 
 project_op.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("lowbatch_lmhead::project_out", mutates_args=("out",))
-def project_out_op(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, out_dtype: torch.dtype | None) -> None:
+def project_out_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    out_dtype: torch.dtype | None,
+    batch_invariant: bool = False,
+) -> None:
     head = weight if bias is None else (weight, bias)
-    dispatch.dispatcher(head, out_dtype).run(head, x, out)
+    dispatch.dispatcher(head, out_dtype, batch_invariant).run(head, x, out)
 
 
 @project_out_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, out_dtype: torch.dtype | None) -> None:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    out_dtype: torch.dtype | None,
+    batch_invariant: bool = False,
+) -> None:
     return None
 
 
-def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def traced(
+    head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
+) -> Tensor:
     """``project`` as ``torch.compile`` traces it: the head is read while tracing, the input when the graph runs."""
-    dtype = dispatch.check_arguments(head, x, None, out_dtype)
+    dtype = dispatch.check_arguments(head, x, None, out_dtype, batch_invariant)
     bias = head.bias
     weight = x if head.weight is None else head.weight  # x only where the head computes by itself
     if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
@@ -66,10 +86,15 @@ def traced(head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | N
     seen_through = gate.requires_grad(x, weight, bias) or gate.functorch_level() is not None
     if head.own is None and not seen_through and not gate.autocast_is_on(x.device):
         if out is None:
-            logits: Tensor = project_op(x, weight, bias, out_dtype)
+            logits: Tensor = project_op(x, weight, bias, out_dtype, batch_invariant)
             return logits
-        project_out_op(x, weight, bias, out, out_dtype)
+        project_out_op(x, weight, bias, out, out_dtype, batch_invariant)
         return out
+    if batch_invariant:
+        raise ValueError(
+            "batch_invariant=True inside torch.compile takes no gradients, functorch transforms or autocast: "
+            "call under torch.inference_mode()"
+        )
     if head.own is not None:
         result = head.own(x)
     elif out_dtype is not None and out_dtype == torch.float32 and x.dtype == weight.dtype:

@@ -25,6 +25,10 @@ Serves: TypeAlias = Callable[..., Any] | Literal[False]
 PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError)
 
 
+# Rows of one launch of a batch-invariant plan; more are computed in pieces.
+INVARIANT_ROWS = 64
+
+
 class PlanKey(NamedTuple):
     device: torch.device
     vocab: int
@@ -32,6 +36,7 @@ class PlanKey(NamedTuple):
     dtype: torch.dtype
     out_dtype: torch.dtype
     has_bias: bool
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,19 @@ class Plan:
 
     def first_choice(self, rows: int) -> tuple[str | None, str | None, tuple[str, ...]]:
         """(backend, tactic, reasons) that preparing ``rows`` would try first; backend None for the default GEMM."""
+        in_line, reasons = self._in_line(rows)
+        for backend, tactic in in_line:
+            dropped = self._tried.get((backend.name, str(tactic)))
+            if not isinstance(dropped, str):
+                return backend.name, str(tactic), tuple(reasons)
+            reasons.append(dropped)
+        return None, None, tuple(reasons)
+
+    def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
+        """(backend, tactic) of what may serve ``rows``, first choice first; and why other backends may not."""
         problem = self.problem(rows)
         able, reasons = backends.candidates(problem)
-        for backend in able:
-            for tactic in backend.tactics(problem):
-                dropped = self._tried.get((backend.name, str(tactic)))
-                if not isinstance(dropped, str):
-                    return backend.name, str(tactic), tuple(reasons)
-                reasons.append(dropped)
-        return None, None, tuple(reasons)
+        return [(backend, tactic) for backend in able for tactic in backend.tactics(problem)], reasons
 
     def prepare(
         self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
@@ -95,18 +104,15 @@ class Plan:
         self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference]
     ) -> tuple[Entry, bool]:
         """The entry, and whether it holds for good."""
-        problem = self.problem(rows)
-        able, reasons = backends.candidates(problem)
-        for backend in able:
-            for tactic in backend.tactics(problem):
-                try:
-                    tried = self.checked(rows, backend, tactic, weight, bias, references)
-                except PASSING as error:
-                    warn_once(f"the default GEMM serves for now: {type(error).__name__}: {first_lines(error)}")
-                    return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}")), False
-                if isinstance(tried, Launch):
-                    return Entry(tried, tuple(reasons)), True
-                reasons.append(tried)
+        in_line, reasons = self._in_line(rows)
+        for backend, tactic in in_line:
+            try:
+                tried = self.checked(rows, backend, tactic, weight, bias, references)
+            except PASSING as error:
+                return _for_now(reasons, backend, tactic, error), False
+            if isinstance(tried, Launch):
+                return Entry(tried, tuple(reasons)), True
+            reasons.append(tried)
         return Entry(None, tuple(reasons)), True
 
     def checked(
@@ -196,11 +202,81 @@ class Plan:
         return reason
 
 
+class InvariantPlan(Plan):
+    """A plan in which one order of additions serves every row count: one backend all of them, or none any.
+
+    Where none does, the caller computes row by row.
+    """
+
+    def __init__(self, key: PlanKey, arch: str | None = None) -> None:
+        super().__init__(key, arch)
+        self.max_rows = INVARIANT_ROWS
+        self.entries = [None] * (self.max_rows + 1)
+        self.table = [None] * (self.max_rows + 1)
+
+    def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
+        problem = self.problem(rows)
+        able, reasons = backends.candidates(problem)
+        in_line = []
+        for backend in able:
+            tactic = getattr(backend, "invariant_tactic", None)
+            if tactic is None:
+                reasons.append(f"{backend.name}: its order of additions may differ between row counts")
+            else:
+                in_line.append((backend, tactic(problem)))
+        return in_line, reasons
+
+    def prepare(
+        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
+    ) -> Entry:
+        """Prepare every row count, at once where that was done before."""
+        with self._lock:
+            entry = self.entries[rows]
+            if entry is None:
+                references = [] if references is None else references
+                every, reasons = self._in_line(1)
+                for backend, _ in every:
+                    try:
+                        launches = self._launches(backend, weight, bias, references)
+                    except PASSING as error:
+                        return _for_now(reasons, backend, "every row count", error)
+                    if isinstance(launches, dict):
+                        self.adopt({r: Entry(launch, tuple(reasons)) for r, launch in launches.items()})
+                        break
+                    reasons.append(launches)
+                else:
+                    self.adopt(dict.fromkeys(range(1, self.max_rows + 1), Entry(None, tuple(reasons))))
+                entry = self.entries[rows]
+                assert entry is not None
+            return entry
+
+    def _launches(
+        self, backend: backends.Backend, weight: Tensor, bias: Tensor | None, references: list[verify.Reference]
+    ) -> dict[int, Launch] | str:
+        """The launch of each row count, or why ``backend`` serves none."""
+        found: dict[int, Launch] = {}
+        for rows in range(1, self.max_rows + 1):
+            tactic = next((tactic for one, tactic in self._in_line(rows)[0] if one is backend), None)
+            if tactic is None:
+                return f"{backend.name}: it does not take {rows} rows"
+            launch = self.checked(rows, backend, tactic, weight, bias, references)
+            if isinstance(launch, str):
+                return launch
+            found[rows] = launch
+        return found
+
+
+def _for_now(reasons: list[str], backend: backends.Backend, tactic: Any, error: BaseException) -> Entry:
+    """What serves until another call tries again."""
+    warn_once(f"the default GEMM serves for now: {type(error).__name__}: {first_lines(error)}")
+    return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}"))
+
+
 def _served(entry: Entry) -> Serves:
     return entry.launch.call if entry.launch else False
 
 
-def first_lines(error: Exception) -> str:
+def first_lines(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:300] + " ..."
 
@@ -213,14 +289,14 @@ _plans: dict[PlanKey, Plan] = {}
 _plans_lock = threading.Lock()
 
 
-def plan_for(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Plan:
+def plan_for(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False) -> Plan:
     """The plan that heads of this shape share."""
     vocab, hidden = weight.shape
-    key = PlanKey(weight.device, vocab, hidden, weight.dtype, out_dtype, bias is not None)
+    key = PlanKey(weight.device, vocab, hidden, weight.dtype, out_dtype, bias is not None, batch_invariant)
     plan = _plans.get(key)
     if plan is None:
         with _plans_lock:
-            plan = _plans.setdefault(key, Plan(key))
+            plan = _plans.setdefault(key, (InvariantPlan if batch_invariant else Plan)(key))
     return plan
 
 

@@ -12,7 +12,11 @@ from .head import Head
 
 
 def warm_head(
-    head: Head, max_rows: int | None, out_dtype: torch.dtype | None, step: Callable[[int, int], None]
+    head: Head,
+    max_rows: int | None,
+    out_dtype: torch.dtype | None,
+    step: Callable[[int, int], None],
+    batch_invariant: bool = False,
 ) -> list[Decision]:
     """Prepare ``head`` for 1 to ``max_rows`` rows; the decision for each, or one for all where the head is not taken.
 
@@ -23,7 +27,7 @@ def warm_head(
     # A stand-in for the input: the head's reasons alone matter here, and gradients are a property of the call.
     with torch.no_grad():
         probe = head.weight.new_empty((1, head.weight.shape[1]))
-        first, plan = gate.decide(head, probe, out_dtype or head.weight.dtype)
+        first, plan = gate.decide(head, probe, out_dtype or head.weight.dtype, batch_invariant)
         if plan is None:
             return [gate.refused(first.reasons, 0)]
         plan.look_again()
@@ -32,4 +36,5 @@ def warm_head(
         for rows in range(1, last + 1):
             plan.prepare(rows, head.weight, head.bias, references)
             step(rows, last)
-        return [gate.decide_rows(plan, rows) for rows in range(1, last + 2)]
+        beyond = 0 if batch_invariant else 1  # what serves more rows than were prepared
+        return [gate.decide_rows(plan, rows) for rows in range(1, last + 1 + beyond)]

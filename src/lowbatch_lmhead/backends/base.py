@@ -65,6 +65,11 @@ class Backend(Protocol):
     def compile(self, problem: Problem, tactic: Any) -> Launch:
         """A launch of ``tactic`` for every row count that the tactic can serve; loaded from disk where it can be."""
 
+    # Optional, for backends that can serve ``batch_invariant=True``:
+    #
+    # def invariant_tactic(self, problem: Problem) -> Any:
+    #     """The tactic for ``problem``'s rows whose order of additions is that of every other row count's, 1 to 64."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` -> ``"bfloat16"``."""

@@ -35,6 +35,22 @@ ARCHITECTURES = {
     )
 }
 
+# What the portable kernel compiles for besides. No GPU is taken for one of these: nothing was measured on them.
+_OLDER = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_80", 163 * KB, 164 * KB, untuned_rows=16),
+        Architecture("sm_86", 99 * KB, 100 * KB, untuned_rows=16),
+        Architecture("sm_89", 99 * KB, 100 * KB, untuned_rows=16),
+    )
+}
+
+
+def limits(arch: str) -> Architecture:
+    """What ``arch`` has, of all that a kernel is compiled for."""
+    return ARCHITECTURES.get(arch) or _OLDER[arch]
+
+
 _BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
 
 # What stands for an architecture where no GPU is: only the reference backend of lowbatch_lmhead.testing runs on it.

@@ -59,6 +59,7 @@ class CompiledBackend(ABC):
 
     name: str
     options = ""  # for the DSL's compiler
+    experimental = True  # whether the kernel needs the DSL's experimental compiler, which takes SM90 and newer only
 
     @abstractmethod
     def kernel(self, problem: Problem, tactic: Any) -> Any:
@@ -67,7 +68,7 @@ class CompiledBackend(ABC):
     def build(self, problem: Problem, tactic: Any) -> tuple[dict[str, Any], bytes]:
         """The key and the shared library of ``tactic``, compiled now. Needs no GPU."""
         return object_key(self.name, problem, tactic), link(
-            compile_object(self.kernel(problem, tactic), problem, self.options)
+            compile_object(self.kernel(problem, tactic), problem, self.options, self.experimental)
         )
 
     def compile(self, problem: Problem, tactic: Any) -> Launch:
@@ -100,7 +101,7 @@ class CompiledBackend(ABC):
             return Launch(_load(path), self.name, str(tactic))
 
 
-def compile_object(function: Any, problem: Problem, options: str = "") -> bytes:
+def compile_object(function: Any, problem: Problem, options: str = "", experimental: bool = True) -> bytes:
     """The relocatable object of ``function(weight, x, bias, out, stream)`` for ``problem``'s sizes and any row count."""
     import cutlass
     from cutlass import cute
@@ -117,7 +118,8 @@ def compile_object(function: Any, problem: Problem, options: str = "") -> bytes:
         out_type, (rows, problem.vocab), stride=(cute.sym_int64(), 1), assumed_align=problem.out_dtype.itemsize
     )
     with _compiling, tempfile.TemporaryDirectory(prefix="lowbatch-lmhead-") as scratch:
-        compiled = cute.experimental.compile(
+        compile_ = cute.experimental.compile if experimental else cute.compile
+        compiled = compile_(
             function,
             weight,
             x,

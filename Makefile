@@ -4,6 +4,7 @@
 #   make test     the tests (PYTEST_ARGS="-k gate -x"); those that need a GPU are skipped where there is none
 #   make test-vllm, make test-sglang    the adapters in the engines' own classes, without a GPU; each in its own environment
 #   make lint     ruff and mypy
+#   make docs     the documentation as a site, in site/; any warning is an error
 #   make clean    remove the environment and every cache
 #
 # PYTHON is the interpreter to start from, VENV where the environment goes. TORCH is what pip installs as PyTorch: with an
@@ -13,10 +14,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo yes),yes)
 TORCH ?= torch
-EXTRAS ?= cu13,demo,dev
+EXTRAS ?= cu13,demo,dev,docs
 else
 TORCH ?= torch==2.13.0
-EXTRAS ?= demo,dev
+EXTRAS ?= demo,dev,docs
 endif
 
 BIN := $(VENV)/bin
@@ -28,7 +29,7 @@ VLLM_VERSION ?= 0.33.0
 SGLANG_VERSION ?= 0.5.23
 ENGINE_TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-vllm test-sglang lint clean
+.PHONY: install demo test test-vllm test-sglang lint docs clean
 
 install: $(INSTALLED)
 
@@ -73,6 +74,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang build dist site .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info
 	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -275,3 +275,43 @@ def test_out_of_memory_is_tried_again(monkeypatch, one_order):
     monkeypatch.setattr(one_order, "compile", compile_)
     assert_close(project(head, x, batch_invariant=True), exact(x, head.weight))
     assert explain(head, x, batch_invariant=True).prepared
+
+
+def test_a_backend_that_does_not_take_every_row_count_serves_none():
+    class Some(OneOrder):
+        def supports(self, problem):
+            return "it takes up to 40 rows" if problem.rows > 40 else super().supports(problem)
+
+    with testing.reference_backend(Some()) as backend, torch.no_grad():
+        head, x = linear(), inputs(3)
+        before = explain(head, x, batch_invariant=True)
+        assert not before
+        assert "one order: it takes up to 40 rows" in str(before)
+        project(head, x, batch_invariant=True)
+        assert not backend.compiled
+        assert explain(head, x, batch_invariant=True).reasons == before.reasons
+
+
+@pytest.mark.parametrize("name", ["tactics", "invariant_tactic", "autotune_tactics", "supports"])
+def test_a_backend_that_raises_serves_nothing(name, monkeypatch):
+    def broken(problem):
+        raise KeyError("broken")
+
+    with testing.reference_backend(OneOrder()) as backend, torch.no_grad():
+        monkeypatch.setattr(backend, name, broken, raising=False)
+        head, x = linear(), inputs(3)
+        for batch_invariant in (False, True):
+            assert_close(project(head, x, batch_invariant=batch_invariant), exact(x, head.weight))
+            warmup(head, batch_invariant=batch_invariant, progress=False)
+        lowbatch_lmhead.autotune(head, max_rows=2, cache=False, progress=False)
+        if name in ("tactics", "supports"):
+            assert "KeyError: 'broken'" in str(explain(head, x))
+        if name in ("invariant_tactic", "supports"):
+            assert "KeyError: 'broken'" in str(explain(head, x, batch_invariant=True))
+
+
+def test_warmup_of_a_head_that_computes_by_itself():
+    head = linear()
+    head.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="batch_invariant=True takes a head"):
+        warmup(head, batch_invariant=True)

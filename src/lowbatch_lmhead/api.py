@@ -109,6 +109,9 @@ def bind(head: HeadLike, *, out_dtype: torch.dtype | None = None, batch_invarian
         out_dtype: as for ``project``.
         batch_invariant: as for ``project``.
 
+    Returns:
+        A Projection: ``projection(x, out=None)`` is ``project(head, x, out=out)`` with the arguments given here.
+
     Raises:
         ValueError: ``head`` is none, or cannot have this ``out_dtype`` or ``batch_invariant``.
     """
@@ -120,6 +123,12 @@ def explain(
 ) -> Decision:
     """What ``project`` with the same arguments would use, and why. Nothing is compiled or computed.
 
+    Args:
+        head, x, out_dtype, batch_invariant: as for ``project``.
+
+    Returns:
+        The decision: backend, tactic and reasons. It prints well, and is true where a low-batch kernel serves.
+
     Raises:
         ValueError: as for ``project``.
     """
@@ -129,7 +138,11 @@ def explain(
 
 
 def applies(head: HeadLike, x: Tensor, *, out_dtype: torch.dtype | None = None, batch_invariant: bool = False) -> bool:
-    """Whether ``project`` would use a low-batch kernel for this input: ``explain`` as a bool."""
+    """Whether ``project`` would use a low-batch kernel for this input: ``explain``, which has the same arguments, as a bool.
+
+    Raises:
+        ValueError: as for ``project``.
+    """
     return explain(head, x, out_dtype=out_dtype, batch_invariant=batch_invariant).taken
 
 
@@ -157,11 +170,15 @@ def warmup(
         What serves which row count of which head, why, and how long it took. It prints as a table.
 
     Raises:
-        ValueError: no head was found, or an argument is not as above. Nothing was prepared then.
+        ValueError: no head was found, one cannot be ``batch_invariant``, or an argument is not as above. Nothing was
+            prepared then.
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
     heads = _heads(model_or_head, out_dtype)
+    if batch_invariant:
+        for _, _, read in heads:
+            dispatch.check_invariant(read)
     return WarmupReport.collect(
         heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar, batch_invariant), progress
     )

@@ -150,7 +150,7 @@ def decide_rows(plan: Plan, rows: int) -> Decision:
         return dataclasses.replace(decide_rows(plan, plan.max_rows), rows=rows)  # in pieces
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
-        if plan.tuned is None and plan.max_rows < MEASURED_ROWS:
+        if plan.tuned is None and rows <= MEASURED_ROWS:
             reason += ", and more where autotune finds them quicker"
         return refused([reason], rows)
     entry = plan.entries[rows]

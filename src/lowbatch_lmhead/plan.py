@@ -79,8 +79,7 @@ class Plan:
     def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
         """(backend, tactic) of what may serve ``rows``, first choice first; and why other backends may not."""
         problem = self.problem(rows)
-        able, reasons = backends.candidates(problem)
-        return [(backend, tactic) for backend in able for tactic in backend.tactics(problem)], reasons
+        return backends.in_line(problem, lambda backend: backend.tactics(problem))
 
     def prepare(
         self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
@@ -213,18 +212,29 @@ class InvariantPlan(Plan):
         self.max_rows = INVARIANT_ROWS
         self.entries = [None] * (self.max_rows + 1)
         self.table = [None] * (self.max_rows + 1)
+        self._tactics, self._against = self._invariant_tactics()
+
+    def _invariant_tactics(self) -> tuple[list[tuple[backends.Backend, dict[int, Any]]], list[str]]:
+        """The backends that serve every row count in one order of additions, with their tactics; and why not others."""
+        found: dict[str, tuple[backends.Backend, dict[int, Any]]] = {}
+        reasons: dict[str, None] = {}
+
+        def tactics(backend: backends.Backend) -> list[Any]:
+            if hasattr(backend, "invariant_tactic"):
+                return [backend.invariant_tactic(problem)]
+            reasons[f"{backend.name}: its order of additions may differ between row counts"] = None
+            return []
+
+        for rows in range(1, self.max_rows + 1):
+            problem = self.problem(rows)
+            in_line, against = backends.in_line(problem, tactics)
+            for backend, tactic in in_line:
+                found.setdefault(backend.name, (backend, {}))[1][rows] = tactic
+            reasons |= dict.fromkeys(against)
+        return [one for one in found.values() if len(one[1]) == self.max_rows], list(reasons)
 
     def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
-        problem = self.problem(rows)
-        able, reasons = backends.candidates(problem)
-        in_line = []
-        for backend in able:
-            tactic = getattr(backend, "invariant_tactic", None)
-            if tactic is None:
-                reasons.append(f"{backend.name}: its order of additions may differ between row counts")
-            else:
-                in_line.append((backend, tactic(problem)))
-        return in_line, reasons
+        return [(backend, tactics[rows]) for backend, tactics in self._tactics], list(self._against)
 
     def prepare(
         self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
@@ -234,10 +244,10 @@ class InvariantPlan(Plan):
             entry = self.entries[rows]
             if entry is None:
                 references = [] if references is None else references
-                every, reasons = self._in_line(1)
-                for backend, _ in every:
+                reasons = list(self._against)
+                for backend, tactics in self._tactics:
                     try:
-                        launches = self._launches(backend, weight, bias, references)
+                        launches = self._launches(backend, tactics, weight, bias, references)
                     except PASSING as error:
                         return _for_now(reasons, backend, "every row count", error)
                     if isinstance(launches, dict):
@@ -251,14 +261,16 @@ class InvariantPlan(Plan):
             return entry
 
     def _launches(
-        self, backend: backends.Backend, weight: Tensor, bias: Tensor | None, references: list[verify.Reference]
+        self,
+        backend: backends.Backend,
+        tactics: dict[int, Any],
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
     ) -> dict[int, Launch] | str:
         """The launch of each row count, or why ``backend`` serves none."""
         found: dict[int, Launch] = {}
-        for rows in range(1, self.max_rows + 1):
-            tactic = next((tactic for one, tactic in self._in_line(rows)[0] if one is backend), None)
-            if tactic is None:
-                return f"{backend.name}: it does not take {rows} rows"
+        for rows, tactic in tactics.items():
             launch = self.checked(rows, backend, tactic, weight, bias, references)
             if isinstance(launch, str):
                 return launch

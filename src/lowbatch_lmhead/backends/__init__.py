@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from .base import Backend, Launch, Problem
 from .cluster_splitk import ClusterSplitK
 from .direct import Direct
@@ -38,4 +41,18 @@ def candidates(problem: Problem) -> tuple[list[Backend], list[str]]:
     return able, reasons
 
 
-__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "kernels"]
+def in_line(
+    problem: Problem, tactics: Callable[[Backend], Iterable[Any]]
+) -> tuple[list[tuple[Backend, Any]], list[str]]:
+    """(backend, tactic) for what ``tactics`` gets of each backend that can compute ``problem``; and why not the others."""
+    able, reasons = candidates(problem)
+    found: list[tuple[Backend, Any]] = []
+    for backend in able:
+        try:
+            found += [(backend, tactic) for tactic in tactics(backend)]
+        except Exception as error:  # as in ``candidates``
+            reasons.append(f"{backend.name}: {type(error).__name__}: {error}")
+    return found, reasons
+
+
+__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "in_line", "kernels"]

@@ -86,14 +86,8 @@ class Result:
 
 def options(problem: Problem) -> tuple[list[Option], list[str]]:
     """Everything that may serve ``problem``, in the order in which ties are decided; and why the others may not."""
-    able, reasons = backends.candidates(problem)
-    found: list[Option] = []
-    for backend in able:
-        try:
-            found += [Option(backend, tactic) for tactic in backend.autotune_tactics(problem)]
-        except Exception as error:  # as in ``candidates``
-            reasons.append(f"{backend.name}: {type(error).__name__}: {error}")
-    return found, reasons
+    found, reasons = backends.in_line(problem, lambda backend: backend.autotune_tactics(problem))
+    return [Option(backend, tactic) for backend, tactic in found], reasons
 
 
 def tune_inside(option: Option, problem: Problem, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -303,7 +297,8 @@ class Search:
 
     def _untuned(self, rows: int) -> Option | None:
         problem = self._plan.problem(rows)
-        able = [Option(b, tactic) for b in backends.candidates(problem)[0] for tactic in b.tactics(problem)]
+        found, _ = backends.in_line(problem, lambda backend: backend.tactics(problem))
+        able = (Option(backend, tactic) for backend, tactic in found)
         return next((option for option in able if option.name not in self._wrong), None)
 
     def _choose_what_is_right(self, ends: list[int], finalists: dict[int, list[Option]], max_rows: int) -> None:

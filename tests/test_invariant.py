@@ -13,8 +13,9 @@ from torch import nn
 import lowbatch_lmhead
 from lowbatch_lmhead import applies, bind, explain, project, testing, warmup
 from lowbatch_lmhead.backends import Launch
+from lowbatch_lmhead.plan import plan_for
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class OneOrder(Counting):
@@ -228,15 +229,70 @@ def test_torch_compile_with_gradients():
         torch.compile(lambda x: project(head, x, batch_invariant=True), fullgraph=True, backend="eager")(x)
 
 
-def test_autocast_and_vmap_compute_row_by_row(one_order):
+def test_autocast_computes_row_by_row(one_order):
     head, x = linear(dtype=FP32), inputs(5, dtype=FP32)
     with torch.autocast("cpu", dtype=BF16):
         together = project(head, x, batch_invariant=True)
         assert together.dtype == BF16
         assert torch.equal(together, alone(head, x))
-    plain = project(head, x, batch_invariant=True)
-    mapped = torch.func.vmap(lambda row: project(head, row, batch_invariant=True))(x)
-    assert_close(mapped, plain.double())
+
+
+def test_what_would_make_one_product_of_many_rows_is_refused(anywhere):
+    head, x = linear(), inputs(5)
+    for call in (
+        lambda: torch.func.vmap(lambda row: project(head, row, batch_invariant=True))(x),
+        lambda: torch.jit.trace(lambda x: project(head, x, batch_invariant=True), x),
+    ):
+        with pytest.raises(ValueError, match="batch_invariant=True takes no functorch transform"):
+            call()
+    with pytest.raises(ValueError, match="batch_invariant=True takes a dense x"):
+        project(head, x.to_sparse(), batch_invariant=True)
+
+
+def test_the_layout_of_x_does_not_matter(anywhere):
+    head, x = linear(hidden=1024, dtype=FP16), inputs(7, hidden=1024, dtype=FP16)
+    expected = project(head, x, batch_invariant=True)
+    columns = x.t().contiguous().t()
+    apart = torch.empty(7, 2048, dtype=FP16)[:, ::2].copy_(x)
+    for other in (columns, apart, torch.cat((x[:1], x))[1:]):
+        assert torch.equal(project(head, other, batch_invariant=True), expected)
+
+
+@pytest.mark.parametrize("wrong", [1, 2, None, [], "yes", torch.tensor([True, False])], ids=repr)
+def test_other_than_true_or_false(wrong, anywhere):
+    head, x = linear(), inputs(2)
+    for call in (project, explain, applies):
+        with pytest.raises(ValueError, match="batch_invariant must be True or False, got"):
+            call(head, x, batch_invariant=wrong)
+    for call in (bind, warmup):
+        with pytest.raises(ValueError, match="batch_invariant must be True or False, got"):
+            call(head, batch_invariant=wrong)
+
+
+def test_a_launch_that_refuses_is_an_error(one_order):
+    # Any other way to compute these rows would be another order than that of other row counts.
+    head, x = linear(), inputs(6)
+    project(head, x, batch_invariant=True)
+    plan = plan_for(head.weight, None, BF16, True)
+
+    def refuse(*_):
+        raise TypeError("not these")
+
+    plan.table[6] = refuse
+    with pytest.raises(ValueError, match="a launch refused what the gate let pass: not these"):
+        project(head, x, batch_invariant=True)
+
+
+def test_warmup_tries_once(monkeypatch, one_order):
+    tried = []
+
+    def full(problem, tactic):
+        tried.append(tactic)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(one_order, "compile", full)
+    warmup(linear(), batch_invariant=True, progress=False)
+    assert len(tried) == 1
 
 
 def test_tuning_does_not_serve_it(one_order):

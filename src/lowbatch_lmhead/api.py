@@ -44,7 +44,10 @@ def project(
             A head that computes in its own way (quantized, hooked) is cast up afterwards instead.
         batch_invariant: True for logits of a row whose bits do not depend on what other rows there are, nor on how many:
             one order of additions serves every row count, more than 64 rows in pieces. Where no kernel can promise that,
-            the default GEMM computes one row at a time, which reads the weight once for each.
+            the default GEMM computes one row at a time, which reads the weight once for each. All row counts are prepared
+            together: call ``warmup`` before, because a call that comes too early for that (before the weight is loaded,
+            inside a graph capture, without memory left) computes row by row, with other bits. So do calls that need
+            gradients.
 
     Returns:
         The logits (..., vocab): ``out`` where it was given.
@@ -74,6 +77,7 @@ class Projection:
         read = read_head(head)
         if read.weight is not None:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+        dispatch.check_flag(batch_invariant)
         if batch_invariant:
             dispatch.check_invariant(read)
         self._head = head
@@ -133,6 +137,7 @@ def explain(
         ValueError: as for ``project``.
     """
     read = read_head(head)
+    dispatch.check_flag(batch_invariant)
     dtype = dispatch.check_arguments(read, x, None, out_dtype, batch_invariant)
     return gate.decide(read, x, dtype, batch_invariant)[0]
 
@@ -175,6 +180,7 @@ def warmup(
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
+    dispatch.check_flag(batch_invariant)
     heads = _heads(model_or_head, out_dtype)
     if batch_invariant:
         for _, _, read in heads:

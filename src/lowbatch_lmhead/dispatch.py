@@ -55,6 +55,7 @@ class Dispatcher:
     )
 
     def __init__(self, head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> None:
+        check_flag(batch_invariant)
         self.out_dtype = out_dtype
         self.batch_invariant = batch_invariant
         self._read = _quick_reader(head)
@@ -204,6 +205,8 @@ class Dispatcher:
                     return _in_pieces(plan.table, read, x, out, out_dtype)
                 return _run(launch, read, x, out, out_dtype)
             except (ValueError, TypeError) as error:
+                if self.batch_invariant:  # other row counts are served in another order
+                    raise ValueError(f"a launch refused what the gate let pass: {error}") from error
                 warn_once(f"a launch refused what the gate let pass, the default GEMM serves: {error}")
         return default(read, x, out, out_dtype, self.out_dtype)
 
@@ -296,10 +299,17 @@ def check_arguments(
     head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
 ) -> torch.dtype:
     """The dtype of the logits; ValueError for arguments that no path could serve. Nothing is written."""
-    if batch_invariant:
-        check_invariant(head)
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor of shape (..., hidden), got {type(x).__name__}")
+    if batch_invariant:
+        check_invariant(head)
+        if x.layout is not torch.strided:
+            raise ValueError(f"batch_invariant=True takes a dense x, got {x.layout}")
+        if gate.functorch_level() is not None or gate.tracing() is not None:
+            # Either would make one product of many rows, or of as many as there happen to be now.
+            raise ValueError(
+                "batch_invariant=True takes no functorch transform (vmap, grad, jvp) and no torch.jit.trace"
+            )
     weight = head.weight
     if x.dim() == 0:
         raise ValueError(f"x must have the shape {_input_shape(weight)}, got a tensor without dimensions")
@@ -339,6 +349,11 @@ def check_arguments(
 def _input_shape(weight: Tensor | None) -> str:
     sizes = sizes_of(weight)
     return f"(..., {sizes[1]})" if sizes else "(..., hidden)"
+
+
+def check_flag(batch_invariant: bool) -> None:
+    if not isinstance(batch_invariant, bool):
+        raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
 
 
 def check_invariant(head: Head) -> None:
@@ -419,11 +434,12 @@ def _in_pieces(table: list[Any], head: Head, x: Tensor, out: Tensor | None, out_
 def _row_by_row(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Tensor:
     """The default GEMM on one row at a time, so that it cannot choose an algorithm by what else is computed.
 
-    Each row is copied to memory of its own: the algorithm may depend on where an operand begins.
+    Each row is copied to memory of its own: the algorithm may depend on where an operand begins and how it is strided.
     """
     assert head.weight is not None
     flat = x.reshape(-1, x.shape[-1])
-    logits = [_default(head, flat[row : row + 1].clone(), None, dtype, out_dtype) for row in range(flat.shape[0])]
+    rows = [flat[row : row + 1].clone(memory_format=torch.contiguous_format) for row in range(flat.shape[0])]
+    logits = [_default(head, row, None, dtype, out_dtype) for row in rows]
     shape = (*x.shape[:-1], head.weight.shape[0])
     result = torch.cat(logits).view(shape) if logits else _default(head, x, None, dtype, out_dtype)
     return result if out is None else out.copy_(result)
@@ -467,9 +483,8 @@ def dispatcher(head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: b
     try:
         known = _dispatchers.get(key)
     except TypeError:  # not hashable, so no dtype
-        raise ValueError(
-            f"out_dtype must be None or a torch.dtype and batch_invariant a bool, got {out_dtype!r}, {batch_invariant!r}"
-        ) from None
+        check_flag(batch_invariant)
+        raise ValueError(f"out_dtype must be None or a torch.dtype, got {out_dtype!r}") from None
     if known is not None and known[0]() is head:
         return known[1]
     if isinstance(head, tuple) and len(head) == 2:

@@ -35,6 +35,8 @@ def warm_head(
         references: list[verify.Reference] = []
         for rows in range(1, last + 1):
             plan.prepare(rows, head.weight, head.bias, references)
-            step(rows, last)
+            step(last if batch_invariant else rows, last)
+            if batch_invariant:  # one prepares all, or would fail alike
+                break
         beyond = 0 if batch_invariant else 1  # what serves more rows than were prepared
         return [gate.decide_rows(plan, rows) for rows in range(1, last + 1 + beyond)]

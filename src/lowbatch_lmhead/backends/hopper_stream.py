@@ -299,7 +299,7 @@ def _kernel_class() -> Any:
                 stream=stream,
                 # Left alone, the compiler takes up to twice the registers that it needs, and one CTA fits instead of two.
                 min_blocks_per_mp=self.residents,
-                preferred_smem_carveout=100,  # without it the DSL asks the GPU at hand, and there may be none
+                preferred_smem_carveout=100,  # or the DSL asks the GPU at hand; an exported launch has it from the driver
             )
 
         @cute.kernel

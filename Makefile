@@ -5,6 +5,9 @@
 #   make test-vllm, make test-sglang    the adapters in the engines' own classes, without a GPU; each in its own environment
 #   make lint     ruff and mypy
 #   make docs     the documentation as a site, in site/; any warning is an error
+#   make pictures the pictures of docs/pictures, from the results
+#   make dist     the wheel and the source distribution, in dist/, checked and run from an environment of their own;
+#                 DIST_ARGS=--with-dependencies installs there what the wheel names, which takes minutes
 #   make clean    remove the environment and every cache
 #
 # PYTHON is the interpreter to start from, VENV where the environment goes. TORCH is what pip installs as PyTorch: with an
@@ -29,7 +32,7 @@ VLLM_VERSION ?= 0.33.0
 SGLANG_VERSION ?= 0.5.23
 ENGINE_TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-vllm test-sglang lint docs clean
+.PHONY: install demo test test-vllm test-sglang lint docs pictures dist clean
 
 install: $(INSTALLED)
 
@@ -76,6 +79,15 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
+
+pictures: $(INSTALLED)
+	$(BIN)/python benchmarks/pictures.py
+
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m build --sdist --wheel
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/check_wheel.py dist --torch $(TORCH) $(DIST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang build dist site .pytest_cache .mypy_cache .ruff_cache *.egg-info src/*.egg-info

@@ -128,7 +128,10 @@ def explain(
     """What ``project`` with the same arguments would use, and why. Nothing is compiled or computed.
 
     Args:
-        head, x, out_dtype, batch_invariant: as for ``project``.
+        head: as for ``project``.
+        x: as for ``project``.
+        out_dtype: as for ``project``.
+        batch_invariant: as for ``project``.
 
     Returns:
         The decision: backend, tactic and reasons. It prints well, and is true where a low-batch kernel serves.

@@ -3,6 +3,7 @@
     lowbatch-lmhead doctor
     lowbatch-lmhead explain --vocab 128256 --hidden 4096 --rows 8
     lowbatch-lmhead tune --model llama-3.1-8b --tp 8
+    lowbatch-lmhead bench --model llama-3.1-8b --rows 1,4,16
     lowbatch-lmhead compile --arch sm_90a --vocab 128256 --hidden 4096 --out kernels
     lowbatch-lmhead cache list
 
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from . import backends, cli_cache, devices, dispatch, elf, gate, objects
+from . import backends, cli_bench, cli_cache, devices, dispatch, elf, gate, objects
 from ._version import __version__
 from .api import autotune
 from .backends import Backend, Problem, flashinfer
@@ -117,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--dir", type=_folder_name, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads")
     tune.add_argument("--json", action="store_true", help="print the report as JSON")
     tune.set_defaults(command=_tune, parser=tune)
+
+    bench = commands.add_parser("bench", help="measure project beside F.linear and other libraries on this GPU")
+    _add_size(bench, required=False)
+    _add_model(bench)
+    _add_shard(bench)
+    cli_bench.add_options(bench)
+    bench.set_defaults(command=_bench, parser=bench)
 
     compile_ = commands.add_parser("compile", help="compile what warmup would prepare; needs no GPU")
     compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
@@ -546,6 +554,13 @@ def _shard(size: Size, args: argparse.Namespace) -> Size:
     if padded % args.tp:
         raise UsageError(f"--tp {args.tp} does not divide a vocabulary of {padded}; --pad {args.tp} would make it")
     return Size(padded // args.tp, size.hidden)
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def _bench(args: argparse.Namespace) -> int:
+    return cli_bench.run(args, _sizes(args))
 
 
 # --- compile ---------------------------------------------------------------------------------------------------------

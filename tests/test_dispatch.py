@@ -776,3 +776,37 @@ def test_warmup_prepares_what_project_and_bind_use(kernel):
         bind(head)(inputs(rows))
     assert kernel.compiled == compiled
     assert kernel.calls == checks + 32
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_tensors_device_is_current_while_a_launch_runs(fails, kernel, monkeypatch):
+    # What a machine with two GPUs does, on the CPU: its "device" -1 is not the current one.
+    head, x = linear(), inputs(3)
+    step = bind(head)
+    expected = step(x)
+    dispatcher = step._run.__self__
+    current, during = [0], []
+
+    def exchange(index):
+        before, current[0] = current[0], index
+        return before
+
+    def launch(*tensors):
+        during.append(current[0])
+        if fails:
+            raise RuntimeError("CUDA error")
+        tensors[3].copy_(expected)
+
+    monkeypatch.setattr(dispatcher, "_guard", True)
+    monkeypatch.setattr(dispatch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(dispatch, "_exchange_device", exchange)
+    monkeypatch.setattr(dispatch, "_maybe_exchange_device", exchange)
+    dispatcher._table[3] = launch
+    if fails:
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            step(x)
+    else:
+        assert torch.equal(step(x), expected)
+        assert torch.equal(step(x, out=poisoned(3, VOCAB)), expected)
+    assert set(during) == {-1}
+    assert current == [0]

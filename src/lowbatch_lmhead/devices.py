@@ -71,6 +71,14 @@ def architecture(device: torch.device) -> str | None:
     return _cuda_architecture(device.index if device.index is not None else torch.cuda.current_device())
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of ``device``, whichever device is current."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def untuned_rows(arch: str | None) -> int:
     """The largest row count that is taken without tuning on ``arch``."""
     known = ARCHITECTURES.get(arch or "")

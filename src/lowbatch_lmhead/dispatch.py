@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import gate
+from . import devices, gate
 from .backends import default_gemm
 from .backends.base import dtype_name
 from .head import GLOBAL_HOOKS, Head, HeadLike, is_plain, read_head, reader_of, sizes_of
@@ -33,6 +33,7 @@ _tracing = gate.tracing
 _linear_forward = nn.Linear.forward
 _PLAIN = (Tensor, nn.Parameter)
 _current_device = torch.cuda.current_device
+_exchange_device, _maybe_exchange_device = torch.cuda._exchange_device, torch.cuda._maybe_exchange_device
 _global_hooks, _global_pre_hooks = GLOBAL_HOOKS
 
 
@@ -107,7 +108,9 @@ class Dispatcher:
                         shape = x.shape
                         table = self._table
                         launch = table[shape[0]] if len(shape) == 2 and shape[0] < len(table) else False
-                        if launch and not (self._guard and _current_device() != self._index):
+                        if launch:
+                            if self._guard and _current_device() != self._index:
+                                return self._elsewhere(head, x, out)
                             if bias is not None and type(bias) not in _PLAIN:
                                 return self._thorough(head, x, out)
                             if out is None and weight.data_ptr():
@@ -132,6 +135,14 @@ class Dispatcher:
                 if x.layout is torch.strided:
                     raise
         return self._thorough(head, x, out)
+
+    def _elsewhere(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
+        """``run`` with the tensors' device as the current one."""
+        before = _exchange_device(self._index)
+        try:
+            return self.run(head, x, out)
+        finally:
+            _maybe_exchange_device(before)
 
     def _beside(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
         """Whether nothing that is read lies where the logits go. False may also mean that it takes a longer look."""
@@ -191,7 +202,7 @@ class Dispatcher:
         self._remember(head, plan, read.weight)
         asked = min(rows, plan.max_rows) if self.batch_invariant else rows  # more are computed in pieces
         if asked <= plan.max_rows and plan.table[asked] is None:
-            if not _capturing(x.device):
+            if not devices.is_capturing(x.device):
                 plan.prepare(asked, read.weight, read.bias)
             elif decision.taken:
                 warn_once(
@@ -260,10 +271,6 @@ def _read_registered(head: Any) -> tuple[Tensor, Tensor | None] | None:
 
 def _read_never(head: Any) -> None:
     return None
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _span(tensor: Tensor) -> int:

@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..api import autotune, warmup
+from ..devices import is_capturing
 from ..dispatch import Dispatcher
 from ..head import register_head
 from ..log import logger, warn_once
@@ -316,7 +317,7 @@ def _settle(
     engine: Engine, head: ServedHead, settings: Settings, x: Tensor, bias: Tensor | None, logits: Tensor
 ) -> None:
     """Prepare ``head`` if this is the time; ``logits`` are what vLLM itself has just computed from ``x``."""
-    if _capturing(x):
+    if is_capturing(x.device):
         warn_once(
             "a vLLM head met a CUDA graph capture before it was prepared; the graph holds vLLM's own projection. "
             "Project once outside of a capture before"
@@ -331,10 +332,6 @@ def _settle(
         head.leave(f"it gave logits {tuple(logits.shape)}, {logits.dtype} for {tuple(x.shape)}, {x.dtype}")
         return
     head.prepare((weight, bias), settings, _group(engine) if settings.tune else None)
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _while_serving() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import backends, gate, objects, verify
+from .. import backends, devices, gate, objects, verify
 from .. import plan as plans
 from ..backends import Launch
 from ..backends.base import dtype_name
@@ -66,6 +66,8 @@ def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: 
     try:
         wishes = _wishes(**arguments)
         heads = [Found(name, head) for name, _, head in read()]
+        if any(found.head.weight is not None and devices.is_capturing(found.head.weight.device) for found in heads):
+            raise ValueError("autotune cannot measure inside a CUDA graph capture; call it before")
     except Exception as error:
         wrong = error  # the other ranks are told before it is raised
     disagreement: Exception | None = None
@@ -136,8 +138,6 @@ def _wishes(max_rows: Any, out_dtype: Any, cache: Any, refresh: bool, budget_s: 
         raise ValueError(f"max_rows must be a whole number from 1 to {MOST_ROWS}, got {max_rows!r}")
     if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0:
         raise ValueError(f"budget_s must be a number of seconds of at least 0, got {budget_s!r}")
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError("autotune cannot measure inside a CUDA graph capture; call it before")
     return Wishes(max_rows, out_dtype, kept.folder(cache), bool(refresh), float(budget_s), progress)
 
 

@@ -510,7 +510,7 @@ def test_steps_of_the_warm_up_prepare(kernel):
 def test_inside_a_capture_nothing_is_prepared(kernel, monkeypatch, caplog):
     head, processor, x = make_head(), make_processor(), inputs(4)
     with monkeypatch.context() as patched:
-        patched.setattr(adapter, "_capturing", lambda x: True)
+        patched.setattr(adapter, "is_capturing", lambda device: True)
         for _ in range(2):
             assert torch.equal(compile_or_warm_up_model(processor, head, x), own(processor, head, x))
     assert not kernel.compiled

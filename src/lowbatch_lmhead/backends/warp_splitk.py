@@ -109,6 +109,10 @@ AUTOTUNED = {
     16: ((32, 128, 3), (16, 128, 5), (16, 128, 3)),
     32: ((16, 128, 4),),
 }
+# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 709 of 3136 cases up to this vocabulary and
+# in 5 of 2496 above (benchmarks/results/h200/tuned.json), all of one head, whose choice differed from process to process
+# (tuned_again.json). It is two waves of four CTAs with 32 rows each on 132 multiprocessors.
+SMALL_VOCAB = 2 * 4 * 32 * 132
 
 
 def autotune_tactics(problem: Problem) -> list[Tactic]:
@@ -117,6 +121,8 @@ def autotune_tactics(problem: Problem) -> list[Tactic]:
     arch = devices.ARCHITECTURES[problem.arch]
     found = [default]
     for output_tile, k_tile, residents in AUTOTUNED[default.token_tile]:
+        if output_tile == 16 and problem.vocab > SMALL_VOCAB:
+            continue
         if output_tile <= problem.vocab and tiles_fit(problem.hidden, k_tile):
             tactic = deepest_ring(output_tile, default.token_tile, k_tile, residents, problem.hidden, arch)
             found += [tactic] if tactic else []

@@ -109,9 +109,9 @@ AUTOTUNED = {
     16: ((32, 128, 3), (16, 128, 5), (16, 128, 3)),
     32: ((16, 128, 4),),
 }
-# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 709 of 3136 cases up to this vocabulary and
-# in 5 of 2496 above (benchmarks/results/h200/tuned.json), all of one head, whose choice differed from process to process
-# (tuned_again.json). It is two waves of four CTAs with 32 rows each on 132 multiprocessors.
+# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 709 of 3136 cases up to this vocabulary
+# and in 5 of 2496 above (benchmarks/results/h200/tuned.json), all of one head, whose choice differed from process to
+# process (tuned_again.json). It is two waves of four CTAs with 32 rows each on 132 multiprocessors.
 SMALL_VOCAB = 2 * 4 * 32 * 132
 
 

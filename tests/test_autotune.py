@@ -1062,3 +1062,10 @@ def test_a_daemon_without_a_terminal(tuning, monkeypatch, tmp_path, stderr):
         stderr.close()
     monkeypatch.setattr("sys.stderr", stderr)
     assert autotune(linear()).heads[0].source == "measured"
+
+
+def test_without_a_budget_and_a_cache_nothing_counts_as_measured(kernel):
+    (found,) = autotune(linear(), max_rows=4, budget_s=0, cache=False).heads
+    assert found.source == "not tuned"
+    assert [row.us for row in found.rows] == [None] * 4
+    assert "the budget of 0 s ended first" in " ".join(found.notes)

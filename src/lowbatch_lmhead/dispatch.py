@@ -393,7 +393,7 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         if out.shape != shape:
             raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
     if gate.requires_grad(x, weight, head.bias, out):
-        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
+        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or omit out=")
     for name, tensor in (("x", x), ("the head's weight", weight), ("the head's bias", head.bias)):
         if tensor is not None and _have_addresses(tensor, out) and overlap(tensor, out):
             raise ValueError(f"out overlaps {name} in memory (out at {out.data_ptr():#x}); give it memory of its own")

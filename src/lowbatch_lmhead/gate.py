@@ -21,6 +21,9 @@ from .plan import Plan, plan_for
 
 MEASURED_ROWS = 32  # what autotune measures unless it is told otherwise
 
+# Said where batch_invariant=True is left to the default GEMM.
+ROW_BY_ROW = "with batch_invariant=True it computes one row at a time, and reads the weight once for each"
+
 functorch_level = torch._C._functorch.maybe_current_level
 dispatch_modes = torch._C._len_torch_dispatch_stack
 tracing = torch._C._get_tracing_state
@@ -138,10 +141,13 @@ def decide(
     rows = row_count(x)
     reasons = reasons_against(head, x)
     if reasons:
-        return refused(reasons, rows), None
+        return refused(reasons + ([ROW_BY_ROW] if batch_invariant else []), rows), None
     assert head.weight is not None
     plan = plan_for(head.weight, head.bias, out_dtype, batch_invariant)
-    return decide_rows(plan, rows), plan
+    decision = decide_rows(plan, rows)
+    if batch_invariant and not decision.taken:
+        decision = dataclasses.replace(decision, reasons=(*decision.reasons, ROW_BY_ROW))
+    return decision, plan
 
 
 def decide_rows(plan: Plan, rows: int) -> Decision:

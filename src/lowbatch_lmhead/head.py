@@ -97,7 +97,10 @@ def _read_registered(head: Any, reader: Reader) -> Head:
     read = reader(head)
     if read is None:
         if not callable(head):
-            raise ValueError(f"the reader of {name} left this head to itself, and it cannot be called")
+            raise ValueError(
+                f"the reader of {name} returned None, so the head computes by itself, but {name} cannot be called: give it "
+                "a __call__, or let the reader return (weight, bias)"
+            )
         return Head(None, None, head, (f"the reader of {name} left this head to itself",))
     if not (isinstance(read, tuple) and len(read) == 2 and _are_tensors(*read)):
         raise ValueError(f"the reader of {name} must return (weight, bias or None) or None, got {_describe(read)}")

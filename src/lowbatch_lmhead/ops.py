@@ -82,7 +82,7 @@ def traced(
     if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
         raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
     if out is not None and gate.requires_grad(x, head.weight, bias, out):
-        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or leave out away")
+        raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or omit out=")
     # A functorch transform, like autograd, has to see the product itself: the operators have no rule for it.
     seen_through = gate.requires_grad(x, weight, bias) or gate.functorch_level() is not None
     if head.own is None and not seen_through and not gate.autocast_is_on(x.device):

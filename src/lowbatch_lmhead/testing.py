@@ -18,7 +18,7 @@ from .backends.base import Backend, Launch, Problem
 
 
 class Reference:
-    """Split-K in float32 on the CPU: the same call, the same refusals, the same order of sums for every row count."""
+    """Split-K in float32 on the CPU: the same call, the same refusals."""
 
     name = "reference"
     architectures = frozenset({devices.CPU})

@@ -357,7 +357,8 @@ def _measure(
         else before[rows]
         for rows, option, us, default in choices
     )
-    tuned = _report(found, wishes, "measured", reported, begin, read_us=read_us, noise=result.noise, notes=notes)
+    source = "measured" if result.measured else "not tuned"
+    tuned = _report(found, wishes, source, reported, begin, read_us=read_us, noise=result.noise, notes=notes)
     return tuned, not result.out_of_time
 
 

@@ -51,6 +51,7 @@ from lowbatch_lmhead.backends.direct import Direct
 from lowbatch_lmhead.backends.hopper_stream import HopperStream
 from lowbatch_lmhead.backends.stream import Stream
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
+from lowbatch_lmhead.benching.measure import check, errors
 from lowbatch_lmhead.tuning import limit
 from lowbatch_lmhead.tuning.timing import GRAPH_US, GraphTimer
 
@@ -210,25 +211,6 @@ def estimate(arguments: argparse.Namespace) -> None:
 
 
 # --- measuring ---
-
-
-def errors(logits: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """norm(y - exact) / norm(exact), over all logits and over the last 32 of the vocabulary; infinite where one is NaN."""
-    difference = logits.double() - exact
-    found = [(d.norm() / e.norm()).item() for d, e in ((difference, exact), (difference[:, -32:], exact[:, -32:]))]
-    first, last = (one if one == one else float("inf") for one in found)
-    return first, last
-
-
-def check(call: Callable[..., Any], weight: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, out_dtype: torch.dtype):
-    """The errors of one launch into an output full of NaN, aligned like the timed one; infinite when it writes beside it."""
-    around = torch.full((exact.numel() + 128,), float("nan"), device=weight.device, dtype=out_dtype)
-    out = around[64:-64].view(exact.shape)
-    call(weight, x, None, out)
-    found = errors(out, exact)
-    if not (around[:64].isnan().all() and around[-64:].isnan().all()):
-        return float("inf"), float("inf")
-    return found
 
 
 class Head:

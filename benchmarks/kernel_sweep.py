@@ -23,6 +23,7 @@ from lowbatch_lmhead import objects
 from lowbatch_lmhead.backends import Problem, hopper_stream, stream
 from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
+from lowbatch_lmhead.benching.measure import check
 
 HEADS = {
     "llama-3.1-8b": (128256, 4096),
@@ -32,17 +33,14 @@ HEADS = {
     "gpt-oss-20b 1/8": (25136, 2880),
     "smollm2-135m": (49152, 576),
 }
-# Sizes at which something ends: right, and not timed.
-AWKWARD = ((1, 8), (17, 72), (1, 576), (65, 136), (50257, 768), (1000, 2880))
 ROWS = (1, 8, 16, 32, 64)
-AWKWARD_ROWS = (1, 7, 8, 33, 64)
 
 
 SWEPT = ((128256, 4096), (151936, 1024))  # with every plausible tactic; the others with those of autotune
 
 
 def problems(shape: tuple[int, int], rows: int) -> list[Problem]:
-    out_dtypes = (torch.bfloat16, torch.float32) if rows in (8, 64) or shape in AWKWARD else (torch.bfloat16,)
+    out_dtypes = (torch.bfloat16, torch.float32) if rows in (8, 64) else (torch.bfloat16,)
     return [Problem(*shape, rows, torch.bfloat16, out_dtype, False, "sm_90a") for out_dtype in out_dtypes]
 
 
@@ -51,8 +49,6 @@ def candidates(problem: Problem) -> list[tuple[Any, Any]]:
     for module, backend in ((hopper_stream, hopper_stream.HopperStream()), (stream, stream.Stream())):
         wide = problem.out_dtype is torch.bfloat16 and (problem.vocab, problem.hidden) in SWEPT
         tactics = (module.sweep_tactics if wide else module.autotune_tactics)(problem)
-        if (problem.vocab, problem.hidden) in AWKWARD:
-            tactics = tactics[:6]
         found += [(backend, tactic) for tactic in tactics]
     if problem.rows <= 32 and WarpSplitK().supports(problem) is None:
         found.append((WarpSplitK(), WarpSplitK().tactics(problem)[0]))
@@ -61,12 +57,11 @@ def candidates(problem: Problem) -> list[tuple[Any, Any]]:
 
 def jobs() -> list[tuple[Any, Problem, Any]]:
     found = {}
-    for shapes, row_counts in ((HEADS.values(), ROWS), (AWKWARD, AWKWARD_ROWS)):
-        for shape in shapes:
-            for rows in row_counts:
-                for problem in problems(shape, rows):
-                    for backend, tactic in candidates(problem):
-                        found[shape, problem.out_dtype, backend.name, str(tactic)] = backend, problem, tactic
+    for shape in HEADS.values():
+        for rows in ROWS:
+            for problem in problems(shape, rows):
+                for backend, tactic in candidates(problem):
+                    found[shape, problem.out_dtype, backend.name, str(tactic)] = backend, problem, tactic
     return list(found.values())
 
 
@@ -81,32 +76,16 @@ def compile_all(arguments: argparse.Namespace) -> None:
             print(f"{index} of {len(mine)} [{time.time() - begin:.0f} s]", flush=True)
 
 
-def check(call: Any, weight: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype, exact: torch.Tensor) -> float:
-    """The relative error; infinite when something outside of the output is written."""
-    rows, vocab = exact.shape
-    around = torch.full((rows + 2, vocab + 16), float("nan"), device="cuda", dtype=out_dtype)
-    # A row count of its own alignment: outputs are aligned like their elements, no more.
-    out = (
-        around[1 : rows + 1, 8 : vocab + 8]
-        if rows % 2 == 0
-        else around.view(-1)[3 : 3 + rows * vocab].view(rows, vocab)
-    )
-    call(weight, x, None, out)
-    error = ((out.double() - exact).norm() / exact.norm()).item()
-    out.fill_(float("nan"))
-    return error if around.isnan().all() else float("inf")
-
-
-def measure(name: str, shape: tuple[int, int], row_counts: tuple[int, ...], timed: bool) -> list[dict[str, Any]]:
+def measure(name: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     import timing
-    import torch.nn.functional as F
+    from tuned import default
 
     vocab, hidden = shape
-    weights = timing.weight_copies(vocab, hidden) if timed else [torch.randn(*shape, device="cuda").bfloat16()]
+    weights = timing.weight_copies(vocab, hidden)
     weight = weights[0]
-    read_us = timing.read_us(weights) if timed else 0.0
+    read_us = timing.read_us(weights)
     found = []
-    for rows in row_counts:
+    for rows in ROWS:
         x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         exact = torch.cat([x.double() @ part.double().t() for part in weight.split(32768)], 1)
         for problem in problems(shape, rows):
@@ -117,7 +96,7 @@ def measure(name: str, shape: tuple[int, int], row_counts: tuple[int, ...], time
                        "out_dtype": str(problem.out_dtype)[6:], "backend": backend.name, "tactic": str(tactic)}  # fmt: skip
                 try:
                     call = backend.compile(problem, tactic).call
-                    row["rel_err"] = check(call, weight, x, problem.out_dtype, exact)
+                    row["rel_err"], row["last_rows_err"] = check(call, weight, x, exact, problem.out_dtype)
                 except Exception as error:
                     row["error"] = str(error)[:300]
                 new.append(row)
@@ -126,11 +105,8 @@ def measure(name: str, shape: tuple[int, int], row_counts: tuple[int, ...], time
                 else:
                     print("WRONG", json.dumps(row), flush=True)
             found += new
-            if not timed:
-                continue
-            linear = (lambda w, x=x: F.linear(x, w)) if problem.out_dtype is torch.bfloat16 else (
-                lambda w, x=x: torch.mm(x, w.t(), out_dtype=torch.float32))  # fmt: skip
-            calls = [linear, *(lambda w, x=x, call=call, out=out: call(w, x, None, out) for _, call in good)]
+            ways = [default(problem.out_dtype), *(call for _, call in good)]
+            calls = [lambda w, x=x, call=call, out=out: call(w, x, None, out) for call in ways]
             linear_us, *times = timing.gpu_us(calls, weights, rounds=3)
             limit_us = read_us * (1 + (x.nbytes + out.nbytes) / weight.nbytes)
             for (row, _), us in zip(good, times):
@@ -152,11 +128,9 @@ def run(arguments: argparse.Namespace) -> None:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for shape in AWKWARD:
-            rows += measure("x".join(map(str, shape)), shape, AWKWARD_ROWS, timed=False)
         for name, shape in HEADS.items():
             if not arguments.models or name in arguments.models:
-                rows += measure(name, shape, ROWS, timed=True)
+                rows += measure(name, shape)
             torch.cuda.empty_cache()
             text = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
             arguments.out.write_text(text + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n")

@@ -19,7 +19,7 @@ import torch
 
 from lowbatch_lmhead import devices, objects
 from lowbatch_lmhead.backends import Problem
-from lowbatch_lmhead.backends.warp_splitk import MAX_STAGES, RESERVED_SMEM, Tactic, WarpSplitK, smem_bytes, tiles_fit
+from lowbatch_lmhead.backends.warp_splitk import MAX_STAGES, Tactic, WarpSplitK, smem_bytes, tiles_fit
 
 HEADS = json.loads(Path(__file__).with_name("heads.json").read_text())
 MODELS = {
@@ -41,7 +41,7 @@ def candidates(hidden: int, token_tile: int, arch: str = "sm_90a") -> list[Tacti
             for residents in RESIDENTS:
                 for stages in range(min(MAX_STAGES, hidden // k_tile), 1, -1):
                     tactic = Tactic(output_tile, token_tile, k_tile, stages, 2)
-                    if residents * (smem_bytes(tactic) + RESERVED_SMEM) <= limits.smem_per_sm:
+                    if limits.ctas(smem_bytes(tactic)) >= residents:
                         found.append(tactic)
                         break
     return list(dict.fromkeys(found))

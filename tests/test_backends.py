@@ -187,7 +187,7 @@ class TestWarpTactics:
             assert tactic.token_tile >= given.rows
             limit = devices.ARCHITECTURES[given.arch]
             assert WARP.smem_bytes(tactic) <= limit.smem_per_block
-            assert WARP.smem_bytes(tactic) + warp_splitk.RESERVED_SMEM <= limit.smem_per_sm
+            assert WARP.smem_bytes(tactic) + devices.RESERVED_SMEM <= limit.smem_per_sm
             seen.add((given.arch, tactic))
         assert {arch for arch, _ in seen} == set(devices.ARCHITECTURES)
         assert len(seen) > 40
@@ -232,10 +232,10 @@ class TestWarpTactics:
         sm90 = devices.ARCHITECTURES["sm_90a"]
         for residents in (1, 2, 3, 4):
             tactic = warp_splitk.deepest_ring(32, 8, 128, residents, 8192, sm90)
-            fits = sm90.smem_per_sm // (warp_splitk.smem_bytes(tactic) + warp_splitk.RESERVED_SMEM)
+            fits = sm90.smem_per_sm // (warp_splitk.smem_bytes(tactic) + devices.RESERVED_SMEM)
             deeper = warp_splitk.smem_bytes(dataclasses.replace(tactic, stages=tactic.stages + 1))
             assert fits >= residents
-            assert tactic.stages == 16 or sm90.smem_per_sm < residents * (deeper + warp_splitk.RESERVED_SMEM)
+            assert tactic.stages == 16 or sm90.smem_per_sm < residents * (deeper + devices.RESERVED_SMEM)
         assert warp_splitk.deepest_ring(32, 32, 256, 4, 8192, sm90) is None
 
     def test_few_tactics_for_all_row_counts(self):

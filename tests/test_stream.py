@@ -285,7 +285,7 @@ def test_it_compiles_for(arch, rows, dtype, out_dtype, bias):
     tactic = stream.default_tactic(problem)
     kernel = built(stream.Stream(), problem, tactic)
     limits = devices.limits(arch)
-    residents = limits.smem_per_sm // (stream.smem_bytes(tactic) + stream.RESERVED_SMEM)
+    residents = limits.smem_per_sm // (stream.smem_bytes(tactic) + devices.RESERVED_SMEM)
     if arch == "sm_90a":  # elsewhere nothing has been measured
         registers = -(-kernel.registers // 8) * 8 * tactic.threads
         assert stream.REGISTERS // registers >= min(residents, 4), (

@@ -77,9 +77,7 @@ class Projection:
         read = read_head(head)
         if read.weight is not None:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
-        dispatch.check_flag(batch_invariant)
-        if batch_invariant:
-            dispatch.check_invariant(read)
+        dispatch.check_invariant(read, batch_invariant)
         self._head = head
         self._out_dtype = out_dtype
         self._batch_invariant = batch_invariant
@@ -140,7 +138,6 @@ def explain(
         ValueError: as for ``project``.
     """
     read = read_head(head)
-    dispatch.check_flag(batch_invariant)
     dtype = dispatch.check_arguments(read, x, None, out_dtype, batch_invariant)
     return gate.decide(read, x, dtype, batch_invariant)[0]
 
@@ -183,11 +180,9 @@ def warmup(
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
-    dispatch.check_flag(batch_invariant)
     heads = _heads(model_or_head, out_dtype)
-    if batch_invariant:
-        for _, _, read in heads:
-            dispatch.check_invariant(read)
+    for _, _, read in heads:
+        dispatch.check_invariant(read, batch_invariant)
     return WarmupReport.collect(
         heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar, batch_invariant), progress
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 KB = 1024
+RESERVED_SMEM = 1024  # what the driver takes from each resident CTA
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Architecture:
     smem_per_block: int
     smem_per_sm: int
     untuned_rows: int  # rows up to which the default tactics serve without a measurement on the spot
+
+    def ctas(self, smem: int) -> int:
+        """CTAs with ``smem`` bytes of shared memory that one multiprocessor has the memory for; 0 where none can have it."""
+        return self.smem_per_sm // (smem + RESERVED_SMEM) if smem <= self.smem_per_block else 0
 
 
 ARCHITECTURES = {

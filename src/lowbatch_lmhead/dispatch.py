@@ -209,12 +209,9 @@ class Dispatcher:
                     f"a {plan.key.vocab}x{plan.key.hidden} head met {rows} rows inside a CUDA graph capture before it was "
                     "prepared; the graph holds the default GEMM. Call warmup(head) before capturing"
                 )
-        launch = plan.table[asked] if asked <= plan.max_rows else None
-        if launch:
+        if asked <= plan.max_rows and plan.table[asked]:
             try:
-                if rows > asked:
-                    return _in_pieces(plan.table, read, x, out, out_dtype)
-                return _run(launch, read, x, out, out_dtype)
+                return _run(plan.table, read, x, out, out_dtype)
             except (ValueError, TypeError) as error:
                 if self.batch_invariant:  # other row counts are served in another order
                     raise ValueError(f"a launch refused what the gate let pass: {error}") from error
@@ -308,8 +305,8 @@ def check_arguments(
     """The dtype of the logits; ValueError for arguments that no path could serve. Nothing is written."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor of shape (..., hidden), got {type(x).__name__}")
+    check_invariant(head, batch_invariant)
     if batch_invariant:
-        check_invariant(head)
         if x.layout is not torch.strided:
             raise ValueError(f"batch_invariant=True takes a dense x, got {x.layout}")
         if gate.functorch_level() is not None or gate.tracing() is not None:
@@ -363,8 +360,10 @@ def check_flag(batch_invariant: bool) -> None:
         raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
 
 
-def check_invariant(head: Head) -> None:
-    if head.own is not None:
+def check_invariant(head: Head, batch_invariant: bool) -> None:
+    """ValueError where ``head`` cannot have this ``batch_invariant``."""
+    check_flag(batch_invariant)
+    if batch_invariant and head.own is not None:
         why = "; ".join(head.reasons)
         raise ValueError(
             f"batch_invariant=True takes a head that is its weight and bias; this one computes by itself: {why}"
@@ -401,8 +400,10 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"out has elements that share memory: shape {tuple(out.shape)}, strides {out.stride()}")
 
 
-def _run(launch: Callable[..., Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Call a launch, with copies of what it cannot read or write in place (x is small)."""
+def _run(table: list[Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Call the launch, with copies of what it cannot read or write in place (x is small); more rows than ``table`` has in
+    pieces.
+    """
     weight = head.weight
     assert weight is not None
     vocab, hidden = weight.shape
@@ -415,27 +416,13 @@ def _run(launch: Callable[..., Any], head: Head, x: Tensor, out: Tensor | None, 
         target = out if direct else flat.new_empty((rows, vocab), dtype=out_dtype)
         assert target is not None
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-            launch(weight, flat, head.bias, target)
+            most = len(table) - 1
+            for start in range(0, rows, most):
+                part = flat[start : start + most]
+                table[part.shape[0]](weight, part, head.bias, target[start : start + most])
         if out is None:
             return target.view(*x.shape[:-1], vocab)
         return out if direct else out.copy_(target.view(out.shape))
-
-
-def _in_pieces(table: list[Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """More rows than a launch takes, as many at a time as it does."""
-    assert head.weight is not None
-    vocab, hidden = head.weight.shape
-    flat = x.reshape(-1, hidden)
-    direct = out is not None and out.dim() == 2 and out.stride(1) == 1
-    logits = out if direct else flat.new_empty((flat.shape[0], vocab), dtype=out_dtype)
-    assert logits is not None
-    size = len(table) - 1
-    for start in range(0, flat.shape[0], size):
-        part = flat[start : start + size]
-        _run(table[part.shape[0]], head, part, logits[start : start + size], out_dtype)
-    if out is None:
-        return logits.view(*x.shape[:-1], vocab)
-    return out if direct else out.copy_(logits.view(out.shape))
 
 
 def _row_by_row(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Tensor:

@@ -141,10 +141,11 @@ def decide(
     rows = row_count(x)
     reasons = reasons_against(head, x)
     if reasons:
-        return refused(reasons + ([ROW_BY_ROW] if batch_invariant else []), rows), None
-    assert head.weight is not None
-    plan = plan_for(head.weight, head.bias, out_dtype, batch_invariant)
-    decision = decide_rows(plan, rows)
+        decision, plan = refused(reasons, rows), None
+    else:
+        assert head.weight is not None
+        plan = plan_for(head.weight, head.bias, out_dtype, batch_invariant)
+        decision = decide_rows(plan, rows)
     if batch_invariant and not decision.taken:
         decision = dataclasses.replace(decision, reasons=(*decision.reasons, ROW_BY_ROW))
     return decision, plan

@@ -75,7 +75,6 @@ def traced(
     head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, batch_invariant: bool = False
 ) -> Tensor:
     """``project`` as ``torch.compile`` traces it: the head is read while tracing, the input when the graph runs."""
-    dispatch.check_flag(batch_invariant)
     dtype = dispatch.check_arguments(head, x, None, out_dtype, batch_invariant)
     bias = head.bias
     weight = x if head.weight is None else head.weight  # x only where the head computes by itself

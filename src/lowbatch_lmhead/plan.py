@@ -50,10 +50,10 @@ class Entry:
 class Plan:
     """Row count -> launch, filled as row counts are prepared."""
 
-    def __init__(self, key: PlanKey, arch: str | None = None) -> None:
+    def __init__(self, key: PlanKey, arch: str | None = None, max_rows: int | None = None) -> None:
         self.key = key
         self.arch = arch or devices.architecture(key.device)
-        self.max_rows = devices.untuned_rows(self.arch)
+        self.max_rows = max_rows or devices.untuned_rows(self.arch)
         self.entries: list[Entry | None] = [None] * (self.max_rows + 1)
         self.table: list[Serves | None] = [None] * (self.max_rows + 1)  # None while not prepared
         self.tuned: Any = None  # what autotune found, for its next call
@@ -208,10 +208,7 @@ class InvariantPlan(Plan):
     """
 
     def __init__(self, key: PlanKey, arch: str | None = None) -> None:
-        super().__init__(key, arch)
-        self.max_rows = INVARIANT_ROWS
-        self.entries = [None] * (self.max_rows + 1)
-        self.table = [None] * (self.max_rows + 1)
+        super().__init__(key, arch, INVARIANT_ROWS)
         self._tactics, self._against = self._invariant_tactics()
 
     def _invariant_tactics(self) -> tuple[list[tuple[backends.Backend, dict[int, Any]]], list[str]]:

@@ -33,10 +33,9 @@ def warm_head(
         plan.look_again()
         last = min(max_rows or plan.max_rows, plan.max_rows)
         references: list[verify.Reference] = []
-        for rows in range(1, last + 1):
+        # In a batch-invariant plan one row count prepares all, or would fail as all do.
+        for rows in [last] if batch_invariant else range(1, last + 1):
             plan.prepare(rows, head.weight, head.bias, references)
-            step(last if batch_invariant else rows, last)
-            if batch_invariant:  # one prepares all, or would fail alike
-                break
+            step(rows, last)
         beyond = 0 if batch_invariant else 1  # what serves more rows than were prepared
         return [gate.decide_rows(plan, rows) for rows in range(1, last + 1 + beyond)]

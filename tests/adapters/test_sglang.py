@@ -512,7 +512,7 @@ def test_a_head_of_another_name_is_prepared_by_the_warm_up(engine, kernel):
 def test_nothing_is_prepared_inside_a_capture(engine, kernel, monkeypatch):
     with configured(**WITHOUT_TUNING):
         model = Model(real.head(VOCAB, HIDDEN), VOCAB, name="output")
-    monkeypatch.setattr(adapter, "_capturing", lambda: True)
+    monkeypatch.setattr(adapter, "is_capturing", lambda device: True)
     engine(model, warm_up=lambda: model.logits(inputs(2)))
     assert (kernel.calls, kernel.compiled) == (0, 0)
 

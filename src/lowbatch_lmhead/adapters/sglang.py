@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ..api import autotune, project, warmup
 from ..backends import DEFAULT_GEMM
+from ..devices import is_capturing
 from ..head import is_plain
 from ..log import logger, warn_once
 
@@ -162,7 +163,7 @@ def _logits(processor: Any, x: Tensor, lm_head: Any, out: Tensor | None = None) 
     out_dtype = _out_dtype(processor)
     prepared = _heads.get(lm_head)
     if prepared is None or out_dtype not in prepared.rows:
-        if not _preparing or _capturing():
+        if not _preparing or is_capturing(x.device):
             return None
         prepared = _prepare(processor, lm_head, out_dtype)
     served = prepared.rows[out_dtype]
@@ -191,10 +192,6 @@ def _out_dtype(processor: Any) -> torch.dtype | None:
     if getattr(processor, "use_fp32_lm_head", False) or getattr(processor, "use_fp32_lm_head_output", False):
         return torch.float32
     return None
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 # --- preparing ---

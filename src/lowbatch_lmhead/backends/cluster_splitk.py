@@ -89,9 +89,6 @@ class ClusterSplitK(CompiledBackend):
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
         return autotune_tactics(problem)
 
-    def handicap(self, tactic: Tactic) -> float:
-        return 0.0
-
     def smem_bytes(self, tactic: Tactic) -> int:
         # It asks for all that a block can have, whatever it uses of it.
         return devices.ARCHITECTURES["sm_100a"].smem_per_block

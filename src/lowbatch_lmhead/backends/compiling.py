@@ -61,6 +61,9 @@ class CompiledBackend(ABC):
     options = ""  # for the DSL's compiler
     experimental = True  # whether the kernel needs the DSL's experimental compiler, which takes SM90 and newer only
 
+    def handicap(self, tactic: Any) -> float:
+        return 0.0
+
     @abstractmethod
     def kernel(self, problem: Problem, tactic: Any) -> Any:
         """The jit function ``(weight, x, bias or None, out, stream)`` that launches ``tactic``. Imports the DSL."""

@@ -71,9 +71,6 @@ class Direct(CompiledBackend):
         # Each row count is a compile of its own; beyond one row it only lost to warp split-K, where that can serve.
         return self.tactics(problem) if problem.rows == 1 or problem.vocab < 16 else []
 
-    def handicap(self, tactic: Tactic) -> float:
-        return 0.0
-
     def smem_bytes(self, tactic: Tactic) -> int:
         return tactic.rows_per_block * tactic.outputs_per_block * tactic.block_size // 32 * 4
 

@@ -30,7 +30,6 @@ MAX_SUMS = 64  # fp32 sums of a thread; it holds as many accumulators besides
 REGISTERS = 16384  # of a quarter of a multiprocessor, in which a warp stays
 OTHER_REGISTERS = 32  # that a thread gets at least, beside sums and accumulators
 MULTIPROCESSORS = 132  # of an H200; on a part with fewer, the CTAs that do not fit run after the others
-RESERVED_SMEM = 1024  # what the driver takes from each resident CTA
 PADDING = 4  # fp32 words after each token of the staging buffer: a warp's stores then hit 32 banks
 
 
@@ -72,8 +71,7 @@ def resident_ctas(tactic: Tactic, arch: devices.Architecture) -> int:
     """CTAs that one multiprocessor has the shared memory and the registers for; at least one."""
     registers = 2 * tactic.vocab_tile * tactic.token_tile // (128 * tactic.groups) + OTHER_REGISTERS
     warps = 4 * (REGISTERS // (32 * registers))
-    by_smem = arch.smem_per_sm // (smem_bytes(tactic) + RESERVED_SMEM)
-    return max(1, min(by_smem, warps // (4 * tactic.groups + 1)))
+    return max(1, min(arch.ctas(smem_bytes(tactic)), warps // (4 * tactic.groups + 1)))
 
 
 def invalid(tactic: Tactic, arch: devices.Architecture) -> str | None:
@@ -214,9 +212,6 @@ class HopperStream(CompiledBackend):
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
         return autotune_tactics(problem)
-
-    def handicap(self, tactic: Tactic) -> float:
-        return 0.0
 
     def smem_bytes(self, tactic: Tactic) -> int:
         return smem_bytes(tactic)

@@ -32,7 +32,6 @@ MAX_HIDDEN = 2**20  # offsets inside a tile are 32-bit immediates
 MAX_STAGES = 16
 MAX_FRAGMENTS = 16  # 16x8 sums of a warp, 4 registers each: with more, the accumulators do not fit beside them
 REGISTERS = 65536  # of a multiprocessor
-RESERVED_SMEM = 1024  # what the driver takes from each resident CTA
 
 ITEM = 2  # bytes of a weight or x element
 CHUNK = 8  # elements of one 16-byte copy
@@ -220,10 +219,9 @@ def deepest_ring(
     limits = devices.limits(arch)
     for stages in range(min(MAX_STAGES, max(2, -(-hidden // k_tile))), 1, -1):
         tactic = Tactic(vocab_tile, token_tile, k_tile, stages, *warps)
-        smem = smem_bytes(tactic)
         if residents > 1 and residents * tactic.threads * registers(tactic, arch) > REGISTERS:
             return None
-        if smem <= limits.smem_per_block and residents * (smem + RESERVED_SMEM) <= limits.smem_per_sm:
+        if limits.ctas(smem_bytes(tactic)) >= residents:
             return tactic
     return None
 
@@ -348,9 +346,6 @@ class Stream(CompiledBackend):
     def invariant_tactic(self, problem: Problem) -> Tactic:
         return invariant_tactic(problem)
 
-    def handicap(self, tactic: Tactic) -> float:
-        return 0.0
-
     def smem_bytes(self, tactic: Tactic) -> int:
         return smem_bytes(tactic)
 
@@ -447,7 +442,7 @@ def _kernel_class() -> Any:
             self.tactic, self.vocab, self.hidden, self.has_bias = tactic, vocab, hidden, problem.has_bias
             self.mma_type = "bf16" if problem.dtype is torch.bfloat16 else "f16"
             # A CTA that has the multiprocessor to itself may have its registers: left alone, ptxas saves them, and spills.
-            self.alone = int(devices.limits(problem.arch).smem_per_sm < 2 * (smem_bytes(tactic) + RESERVED_SMEM))
+            self.alone = int(devices.limits(problem.arch).ctas(smem_bytes(tactic)) < 2)
             self.k_tiles = -(-hidden // tactic.k_tile)
             self.k_tail = hidden % tactic.k_tile != 0
             self.vocab_tail = vocab % tactic.vocab_tile != 0

@@ -24,7 +24,6 @@ MAX_ROWS = 32
 MAX_K_TILES = 64  # the kernel unrolls its loop over the hidden dimension
 COMPUTE_WARPS = 4
 MAX_STAGES = 16
-RESERVED_SMEM = 1024  # what the driver takes from each resident CTA
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ def deepest_ring(
     """The tactic with as many stages as let ``residents`` CTAs live on one multiprocessor; None where 2 are too many."""
     for stages in range(min(MAX_STAGES, hidden // k_tile), 1, -1):
         tactic = Tactic(output_tile, token_tile, k_tile, stages, 2)
-        smem = smem_bytes(tactic)
-        if smem <= arch.smem_per_block and residents * (smem + RESERVED_SMEM) <= arch.smem_per_sm:
+        if arch.ctas(smem_bytes(tactic)) >= residents:
             return tactic
     return None
 

@@ -108,7 +108,7 @@ def _enter(
         if reason is not None:
             return _result(name, reason=reason)
         prepared = competitor.make(case, weight, x)
-        first, last = _check(prepared.call, case, weight, x, exact)
+        first, last = check(prepared.call, weight, x, exact, case.out_dtype)
     except Exception as error:  # whatever another library raises, the others get their turn
         return _result(name, reason=said(error), prepare_s=time.perf_counter() - begin)
     bound = BOUND[case.out_dtype]
@@ -126,18 +126,23 @@ def _enter(
     return Entrant(prepared, _result(name, **known))
 
 
-def _check(call: Call, case: Case, weight: Tensor, x: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The errors, over all logits and over the last of the vocabulary; infinite where it writes beside its output."""
+def check(call: Call, weight: Tensor, x: Tensor, exact: Tensor, out_dtype: torch.dtype) -> tuple[float, float]:
+    """The ``errors`` of a call whose output was full of NaN; infinite where it writes beside its output."""
     # Aligned as a tensor of its own is.
-    around = torch.full((exact.numel() + 2 * GUARD,), math.nan, dtype=case.out_dtype, device=exact.device)
+    around = torch.full((exact.numel() + 2 * GUARD,), math.nan, dtype=out_dtype, device=exact.device)
     out = around[GUARD:-GUARD].view(exact.shape)
     returned = call(weight, x, None, out)
     logits = returned if isinstance(returned, Tensor) else out
-    if logits.shape != exact.shape or logits.dtype is not case.out_dtype:
+    if logits.shape != exact.shape or logits.dtype is not out_dtype:
         got = f"{tuple(logits.shape)} {dtype_name(logits.dtype)}"
-        raise TypeError(f"it gave {got}, not {tuple(exact.shape)} {dtype_name(case.out_dtype)}")
+        raise TypeError(f"it gave {got}, not {tuple(exact.shape)} {dtype_name(out_dtype)}")
     if not (around[:GUARD].isnan().all() and around[-GUARD:].isnan().all()):
         return math.inf, math.inf
+    return errors(logits, exact)
+
+
+def errors(logits: Tensor, exact: Tensor) -> tuple[float, float]:
+    """norm(y - exact) / norm(exact), over all logits and over the last of the vocabulary; infinite where one is NaN."""
     difference = logits.double() - exact
     parts = ((difference, exact), (difference[:, -LAST:], exact[:, -LAST:]))
     first, last = ((d.norm() / e.norm()).item() for d, e in parts)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from .. import __version__, objects
 from ..backends import flashinfer
 from ..backends.base import dtype_name
 from .competitors import Case, Competitor
@@ -118,12 +118,7 @@ def whole(case: Case, competitors: Sequence[Competitor], around: Facts, measured
 
 def save(file: Path, content: Facts) -> None:
     """OSError where it cannot be written."""
-    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
-    try:
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
+    objects.replace_file(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def load(file: Path, case: Case, competitors: Sequence[Competitor], around: Facts) -> Facts | str | None:

@@ -32,8 +32,7 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        # Beyond 16 rows it depends on the head whether the kernel or cuBLAS is quicker on an H200 (results/h200/tuned.json).
-        Architecture("sm_90a", 227 * KB, 228 * KB, untuned_rows=16),
+        Architecture("sm_90a", 227 * KB, 228 * KB, untuned_rows=64),
         Architecture("sm_100a", 227 * KB, 228 * KB, untuned_rows=32),
         Architecture("sm_103a", 227 * KB, 228 * KB, untuned_rows=32),
         Architecture("sm_120a", 99 * KB, 100 * KB, untuned_rows=16),

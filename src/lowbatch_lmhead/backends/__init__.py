@@ -8,15 +8,18 @@ from typing import Any
 from .base import Backend, Launch, Problem
 from .cluster_splitk import ClusterSplitK
 from .direct import Direct
+from .hopper_stream import HopperStream
 from .mm_bf16 import MmBf16
+from .stream import Stream
 from .warp_splitk import WarpSplitK
 
 DEFAULT_GEMM = "default GEMM"
 
-# In the order in which they are tried while nothing has been measured. FlashInfer's own order for split-K is warp
-# before cluster; direct never beat either by more than 1 % on an H200 above vocab 1024, and rereads the weight for
-# every row; mm_bf16 costs 60 to 200 us of host time a call.
-_KERNELS: list[Backend] = [WarpSplitK(), ClusterSplitK(), Direct(), MmBf16()]
+# In the order in which they are tried while nothing has been measured, except for those that ask to be ``first``.
+# FlashInfer's own order for split-K is warp before cluster; direct never beat either by more than 1 % on an H200 above vocab
+# 1024, and rereads the weight for every row; mm_bf16 costs 60 to 200 us of host time a call. The stream kernels take what
+# FlashInfer's leave out.
+_KERNELS: list[Backend] = [WarpSplitK(), ClusterSplitK(), HopperStream(), Stream(), Direct(), MmBf16()]
 
 
 def kernels() -> tuple[Backend, ...]:
@@ -25,7 +28,7 @@ def kernels() -> tuple[Backend, ...]:
 
 
 def candidates(problem: Problem) -> tuple[list[Backend], list[str]]:
-    """The backends that can compute ``problem``, and for the others why not, each as "name: reason"."""
+    """The backends that can compute ``problem``, first choice first, and for the others why not, each as "name: reason"."""
     able, reasons = [], []
     for backend in _KERNELS:
         if problem.arch not in backend.architectures:
@@ -38,6 +41,7 @@ def candidates(problem: Problem) -> tuple[list[Backend], list[str]]:
             able.append(backend)
         else:
             reasons.append(f"{backend.name}: {reason}")
+    able.sort(key=lambda backend: not (hasattr(backend, "first") and backend.first(problem)))
     return able, reasons
 
 

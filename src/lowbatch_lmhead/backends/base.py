@@ -65,6 +65,11 @@ class Backend(Protocol):
     def compile(self, problem: Problem, tactic: Any) -> Launch:
         """A launch of ``tactic`` for every row count that the tactic can serve; loaded from disk where it can be."""
 
+    # Optional: before the others, whatever the order of registration.
+    #
+    # def first(self, problem: Problem) -> bool:
+    #     """Whether the backend is the first choice for ``problem`` while nothing has been measured."""
+    #
     # Optional, for backends that can serve ``batch_invariant=True``:
     #
     # def invariant_tactic(self, problem: Problem) -> Any:

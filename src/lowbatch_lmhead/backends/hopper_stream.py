@@ -29,6 +29,7 @@ MAX_STAGES = 32
 MAX_SUMS = 64  # fp32 sums of a thread; it holds as many accumulators besides
 REGISTERS = 16384  # of a quarter of a multiprocessor, in which a warp stays
 OTHER_REGISTERS = 32  # that a thread gets at least, beside sums and accumulators
+PAIRED_TOKENS = 24  # of a tile, from which on pairs of CTAs are worth a measurement
 MULTIPROCESSORS = 132  # of an H200; on a part with fewer, the CTAs that do not fit run after the others
 PADDING = 4  # fp32 words after each token of the staging buffer: a warp's stores then hit 32 banks
 
@@ -121,77 +122,60 @@ def deepest_ring(
     return None
 
 
-def default_tactic(problem: Problem) -> Tactic:
-    """The tactic for an untuned launch: two CTAs on each multiprocessor, so that one's epilogue meets the other's stream.
+Choice = tuple[int, int, int, int, bool, int]  # as deepest_ring takes them: vocab_tile, k_tile, groups, CTAs on one
+# multiprocessor, persistent, CTAs of a cluster
 
-    Each CTA reads x again for each vocabulary tile, from the L2 cache: more rows want larger tiles.
-    """
-    # Two warpgroups halve the registers of a thread, which holds a sum and an accumulator for each of its logits.
-    groups = 1 if token_tile(problem.rows) <= 24 else 2
-    tactic = deepest_ring(problem, 128, 64, groups, residents=2, persistent=True)
-    assert tactic is not None  # four stages with 64 tokens, six with 8
-    return tactic
-
-
-Choice = tuple[int, int, int, int, bool]  # vocab_tile, k_tile, groups, CTAs on one multiprocessor, persistent
-
-# What autotune measures beside the default.
-AUTOTUNED: tuple[Choice, ...] = (
-    (64, 64, 1, 2, True),
-    (64, 128, 1, 3, True),
-    (64, 128, 1, 4, False),
-    (64, 128, 1, 3, False),
-    (128, 64, 1, 1, True),
-    (128, 128, 1, 2, True),
-    (128, 64, 2, 2, True),
-    (128, 64, 1, 2, False),
-    (128, 64, 1, 3, False),
-    (128, 128, 2, 2, False),
-    (256, 64, 2, 1, True),
-    (256, 64, 2, 2, False),
-    (256, 128, 2, 1, True),
-)
-# The same with clusters of two, where x is large enough to be worth sharing.
-PAIRED: tuple[Choice, ...] = (
-    (128, 64, 2, 2, True),
-    (256, 64, 2, 1, True),
-    (128, 64, 2, 2, False),
-    (64, 128, 1, 2, True),
-    (128, 128, 2, 2, True),
-)
-PAIRED_TOKENS = 24
+# The default first, then what autotune measures beside it, by token tile: chosen greedily from a sweep of six heads on an H200
+# (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share
+# what they read of x win from 32 rows on; with 64, shorter k tiles leave the registers and the ring more room.
+_FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
+_MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
+_MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1))
+AUTOTUNED: dict[int, tuple[Choice, ...]] = {8: _FEW, 16: _FEW, 24: _MIDDLE, 32: _MIDDLE, 48: _MANY, 64: _MANY}
 
 
-def _distinct(problem: Problem, choices: Sequence[Choice], paired: Sequence[Choice]) -> list[Tactic]:
-    if token_tile(problem.rows) < PAIRED_TOKENS:
-        paired = ()
-    found = [
-        default_tactic(problem),
-        *(deepest_ring(problem, *choice, 2) for choice in paired),
-        *(deepest_ring(problem, *choice) for choice in choices),
-    ]
+def _distinct(problem: Problem, choices: Sequence[Choice]) -> list[Tactic]:
+    found = (deepest_ring(problem, *choice) for choice in choices)
     return list(dict.fromkeys(tactic for tactic in found if tactic is not None))
 
 
 def autotune_tactics(problem: Problem) -> list[Tactic]:
-    """The default tactic, then those that may beat it on some head."""
-    return _distinct(problem, AUTOTUNED, PAIRED)
+    """The default tactic, then those that beat it on some head."""
+    return _distinct(problem, AUTOTUNED[token_tile(problem.rows)])
+
+
+def default_tactic(problem: Problem) -> Tactic:
+    """The tactic for an untuned launch: several CTAs on each multiprocessor, so that one's epilogue meets another's stream."""
+    return autotune_tactics(problem)[0]
+
+
+def invariant_tactic(problem: Problem) -> Tactic:
+    """The tactic for ``problem``'s rows whose order of additions is that of every other row count's.
+
+    Each k tile is a chain of its own in the tensor core, whatever the other tile sizes, and the chains are added in turn:
+    the order depends on the hidden dimension and the k tile alone.
+    """
+    tactic = deepest_ring(problem, 64, 64, 1, 2, True)
+    assert tactic is not None
+    return tactic
 
 
 def sweep_tactics(problem: Problem) -> list[Tactic]:
     """Every tactic worth one measurement."""
     tiles = ((64, 1), (128, 1), (128, 2), (256, 2))
     choices = [
-        (vocab_tile, k_tile, groups, residents, persistent)
+        (vocab_tile, k_tile, groups, residents, persistent, cluster)
+        for cluster in (1, 2)
         for vocab_tile, groups in tiles
         for k_tile in K_TILES
         for residents in (1, 2, 3, 4)
         for persistent in (True, False)
         # What is in flight on a multiprocessor is at least two stages of each CTA, and one CTA that is not persistent
-        # leaves its multiprocessor idle between two tiles.
+        # leaves its multiprocessor idle between two tiles. Few rows of x are not worth sharing.
         if (persistent or residents > 1) and vocab_tile * k_tile <= max(128 * 128, vocab_tile * 128)
+        if cluster == 1 or token_tile(problem.rows) >= PAIRED_TOKENS
     ]
-    return _distinct(problem, choices, choices)
+    return _distinct(problem, [*AUTOTUNED[token_tile(problem.rows)], *choices])
 
 
 class HopperStream(CompiledBackend):
@@ -207,11 +191,18 @@ class HopperStream(CompiledBackend):
             return f"hidden {problem.hidden} is not a multiple of 8"
         return flashinfer.unusable()
 
+    def first(self, problem: Problem) -> bool:
+        # On an H200 warp split-K is 0.5 to 4 % quicker up to 8 rows (kernel_sweep.json), and slower beyond.
+        return problem.rows > 8
+
     def tactics(self, problem: Problem) -> list[Tactic]:
         return [default_tactic(problem)]
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
         return autotune_tactics(problem)
+
+    def invariant_tactic(self, problem: Problem) -> Tactic:
+        return invariant_tactic(problem)
 
     def smem_bytes(self, tactic: Tactic) -> int:
         return smem_bytes(tactic)

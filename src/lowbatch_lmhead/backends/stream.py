@@ -28,6 +28,7 @@ from .base import Problem, dtype_name
 from .compiling import CompiledBackend
 
 MAX_ROWS = 64
+UNTUNED_ROWS = 16
 MAX_HIDDEN = 2**20  # offsets inside a tile are 32-bit immediates
 MAX_STAGES = 16
 MAX_FRAGMENTS = 16  # 16x8 sums of a warp, 4 registers each: with more, the accumulators do not fit beside them
@@ -227,13 +228,13 @@ def deepest_ring(
 
 
 # By token tile: (vocab tile, k tile, (warps_m, warps_k), CTAs on one multiprocessor), the default first, then what autotune
-# measures beside it. Few rows: small tiles and many CTAs. Each CTA reads all of x, so many rows: tiles of 64 and more.
-# Estimates of the bytes in flight (weight tile * (stages - 1) * CTAs, 100 to 140 KB of the 228), not measured.
+# measures beside it. Few rows: small tiles and many CTAs. Each CTA reads all of x, so many rows: tiles of 64 and more. From a
+# sweep on an H200 (benchmarks/results/h200/kernel_sweep.json); the other two tables are estimates of the bytes in flight.
 _LARGE = {
-    8: ((32, 128, (1, 4), 4), (32, 128, (1, 4), 3), (64, 64, (2, 2), 4)),
-    16: ((32, 128, (1, 4), 4), (32, 128, (1, 4), 3), (64, 128, (2, 4), 2)),
-    32: ((64, 64, (2, 2), 3), (64, 128, (2, 4), 2), (128, 64, (4, 2), 2)),
-    64: ((128, 64, (4, 2), 2), (128, 64, (4, 2), 1), (256, 64, (8, 1), 1)),
+    8: ((32, 128, (1, 4), 4), (64, 64, (2, 2), 4)),
+    16: ((32, 128, (1, 4), 4), (128, 128, (8, 1), 2), (64, 128, (2, 4), 2)),
+    32: ((64, 128, (4, 2), 3), (64, 128, (2, 4), 2), (64, 64, (2, 2), 3)),
+    64: ((128, 64, (8, 1), 2), (128, 64, (4, 1), 3), (128, 64, (4, 2), 1)),
 }
 # The same for multiprocessors with 164 KB.
 _MIDDLE = {
@@ -338,9 +339,13 @@ class Stream(CompiledBackend):
         return flashinfer.unusable()
 
     def tactics(self, problem: Problem) -> list[Tactic]:
-        return [default_tactic(problem)]
+        # Beyond 16 rows it lost to F.linear on some heads on an H200 (benchmarks/results/h200/kernel_sweep.json).
+        return [default_tactic(problem)] if problem.rows <= UNTUNED_ROWS else []
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
+        # On Hopper it wins, in that sweep, with few rows of heads that FlashInfer's kernels do not take.
+        if problem.arch == "sm_90a" and not (problem.rows <= 8 and (problem.hidden % 128 or problem.dtype is torch.float16)):
+            return []
         return autotune_tactics(problem)
 
     def invariant_tactic(self, problem: Problem) -> Tactic:

@@ -45,7 +45,7 @@ from compile_all import HEADS, shard
 from tuned import DTYPES, default, make, mean, write
 
 from lowbatch_lmhead import objects
-from lowbatch_lmhead.backends import Problem
+from lowbatch_lmhead.backends import Problem, warp_splitk
 from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.direct import Direct
 from lowbatch_lmhead.backends.hopper_stream import HopperStream
@@ -58,7 +58,9 @@ from lowbatch_lmhead.tuning.timing import GRAPH_US, GraphTimer
 ARCH = "sm_90a"
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 OURS = (HopperStream(), Stream())  # the first that takes a head serves it untuned
-FLASHINFER = (WarpSplitK(), Direct())
+DIRECT = Direct()
+# With warp split-K's whole list: its autotune_tactics leaves out what another backend always beats.
+FLASHINFER = ((WarpSplitK(), warp_splitk.autotune_tactics), (DIRECT, DIRECT.autotune_tactics))
 FLASHINFER_ROWS = 32
 HOST_HEAD = {"model": "host", "vocab_size": 32000, "hidden_size": 4096}
 HOST_ROWS = (4, 32, 64)
@@ -111,19 +113,21 @@ def problem(head: dict[str, Any], rows: int, out_dtype: torch.dtype) -> Problem:
 
 def our_launches(problem: Problem, which: str) -> Iterator[tuple[Any, Any, bool]]:
     """(backend, tactic, whether it is the default) of our kernels."""
+    served = True  # by the first that takes the head
     for backend in OURS:
         if problem.arch in backend.architectures and backend.supports(problem) is None:
-            tactics = backend.autotune_tactics(problem)
-            first = backend.tactics(problem)[0]
-            for tactic in dict.fromkeys([first, *(tactics if which == "autotune" else [])]):
-                yield backend, tactic, tactic == first
+            default = backend.tactics(problem)[:1] if served else []
+            tactics = backend.autotune_tactics(problem) if which == "autotune" else []
+            for tactic in dict.fromkeys([*default, *tactics]):
+                yield backend, tactic, tactic in default
+            served = False
 
 
 def flashinfer_launches(problem: Problem) -> Iterator[tuple[Any, Any, bool]]:
     if problem.rows <= FLASHINFER_ROWS:
-        for backend in FLASHINFER:
+        for backend, tactics in FLASHINFER:
             if backend.supports(problem) is None:
-                for tactic in backend.autotune_tactics(problem):
+                for tactic in tactics(problem):
                     yield backend, tactic, False
 
 

@@ -164,7 +164,7 @@ def warmup(
     Args:
         model_or_head: a model, whose heads are found by ``get_output_embeddings()`` and by registered types, or a head.
             A weight that is met twice is prepared once.
-        max_rows: prepare row counts 1 to max_rows; None for all that kernels serve on this GPU (16 on SM90 and
+        max_rows: prepare row counts 1 to max_rows; None for all that kernels serve on this GPU (64 on SM90, 16 on
             SM120, 32 on SM100 and SM103). More rows than that stay with the default GEMM.
         out_dtype: prepare for this ``out_dtype`` of ``project``.
         batch_invariant: prepare for ``batch_invariant=True``; its row counts share an order of additions and are prepared

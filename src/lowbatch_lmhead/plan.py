@@ -21,6 +21,9 @@ from .log import logger, warn_once
 # What serving looks up: the launch's function, or False for the default GEMM.
 Serves: TypeAlias = Callable[..., Any] | Literal[False]
 
+# Stands for ``backend.compile`` in tuning, where other processes compile too: (backend, problem, tactic) -> launch.
+Compile: TypeAlias = Callable[[backends.Backend, Problem, Any], Launch]
+
 # Errors that say nothing of the kernel: another call can go well.
 PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError)
 
@@ -82,7 +85,12 @@ class Plan:
         return backends.in_line(problem, lambda backend: backend.tactics(problem))
 
     def prepare(
-        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
+        self,
+        rows: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference] | None = None,
+        compile_: Compile | None = None,
     ) -> Entry:
         """Compile, check and enter the first launch that is right for ``rows``; at once where that was done before.
 
@@ -92,7 +100,7 @@ class Plan:
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
-                entry, settled = self._choose(rows, weight, bias, [] if references is None else references)
+                entry, settled = self._choose(rows, weight, bias, [] if references is None else references, compile_)
                 if not settled:
                     return entry
                 serves = _served(entry)
@@ -100,13 +108,18 @@ class Plan:
             return entry
 
     def _choose(
-        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference]
+        self,
+        rows: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
+        compile_: Compile | None,
     ) -> tuple[Entry, bool]:
         """The entry, and whether it holds for good."""
         in_line, reasons = self._in_line(rows)
         for backend, tactic in in_line:
             try:
-                tried = self.checked(rows, backend, tactic, weight, bias, references)
+                tried = self.checked(rows, backend, tactic, weight, bias, references, compile_)
             except PASSING as error:
                 return _for_now(reasons, backend, tactic, error), False
             if isinstance(tried, Launch):
@@ -122,17 +135,16 @@ class Plan:
         weight: Tensor,
         bias: Tensor | None,
         references: list[verify.Reference],
-        compile_: Callable[[Problem, Any], Launch] | None = None,
+        compile_: Compile | None = None,
     ) -> Launch | str:
         """The launch of ``tactic`` once it is right for ``rows``, or why it is dropped; nothing is entered.
 
-        ``compile_`` stands for ``backend.compile``. ``PASSING`` errors are raised.
+        ``PASSING`` errors are raised.
         """
         known = (backend.name, str(tactic))
         with self._lock, on_device(self.key.device):
             tried = self._tried.get(known)
             if not isinstance(tried, str):
-                compile_ = compile_ or backend.compile
                 tried = self._try(tried, backend, tactic, self.problem(rows), weight, bias, references, compile_)
                 self._tried[known] = tried
             return tried
@@ -148,8 +160,8 @@ class Plan:
             # In place, because dispatchers hold the list; in one, so that an interruption comes before or after.
             self.entries[:], self.table[:], self.max_rows = adopted, table, last
 
-    def reference(self, weight: Tensor, bias: Tensor | None, rows: int = 0) -> verify.Reference:
-        """The reference for ``rows`` and for all row counts of the plan.
+    def reference(self, weight: Tensor, bias: Tensor | None, rows: int | None = None) -> verify.Reference:
+        """The reference for up to ``rows``, or for all row counts of the plan.
 
         ``NotYet`` for a weight that says too little; at once for one that did so before and is unchanged.
         """
@@ -159,7 +171,7 @@ class Plan:
             raise verify.NotYet(verify.NOTHING)
         try:
             with on_device(self.key.device):
-                return verify.Reference(weight, bias, max(rows, self.max_rows))
+                return verify.Reference(weight, bias, self.max_rows if rows is None else rows)
         except verify.NotYet:
             self._unready = None if weight.is_inference() else state
             raise
@@ -177,7 +189,7 @@ class Plan:
         weight: Tensor,
         bias: Tensor | None,
         references: list[verify.Reference],
-        compile_: Callable[[Problem, Any], Launch],
+        compile_: Compile | None,
     ) -> Launch | str:
         """A launch that is right, or why there is none; ``PASSING`` errors are raised."""
         try:
@@ -185,7 +197,8 @@ class Plan:
             if fresh:
                 references.append(self.reference(weight, bias))
             if launch is None:
-                launch = self._tried[backend.name, str(tactic)] = compile_(problem, tactic)
+                launch = compile_(backend, problem, tactic) if compile_ else backend.compile(problem, tactic)
+                self._tried[backend.name, str(tactic)] = launch
             wrong = references[0].mistake(launch, weight, bias, problem.rows, problem.out_dtype)
             if wrong is not None and not fresh:  # or the weight has changed since
                 references[0] = self.reference(weight, bias, len(references[0].x))
@@ -234,7 +247,12 @@ class InvariantPlan(Plan):
         return [(backend, tactics[rows]) for backend, tactics in self._tactics], list(self._against)
 
     def prepare(
-        self, rows: int, weight: Tensor, bias: Tensor | None, references: list[verify.Reference] | None = None
+        self,
+        rows: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference] | None = None,
+        compile_: Compile | None = None,
     ) -> Entry:
         """Prepare every row count, at once where that was done before."""
         with self._lock:
@@ -244,7 +262,7 @@ class InvariantPlan(Plan):
                 reasons = list(self._against)
                 for backend, tactics in self._tactics:
                     try:
-                        launches = self._launches(backend, tactics, weight, bias, references)
+                        launches = self._launches(backend, tactics, weight, bias, references, compile_)
                     except PASSING as error:
                         return _for_now(reasons, backend, "every row count", error)
                     if isinstance(launches, dict):
@@ -264,11 +282,12 @@ class InvariantPlan(Plan):
         weight: Tensor,
         bias: Tensor | None,
         references: list[verify.Reference],
+        compile_: Compile | None,
     ) -> dict[int, Launch] | str:
         """The launch of each row count, or why ``backend`` serves none."""
         found: dict[int, Launch] = {}
         for rows, tactic in tactics.items():
-            launch = self.checked(rows, backend, tactic, weight, bias, references)
+            launch = self.checked(rows, backend, tactic, weight, bias, references, compile_)
             if isinstance(launch, str):
                 return launch
             found[rows] = launch

@@ -6,6 +6,8 @@ wait longer for the GPU code of a dozen PyTorch operators to be loaded (150 ms o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,6 @@ from .backends.default_gemm import logits
 
 SEED = 20261201
 ROWS = 16  # at least; so many random logits tell the scale of a vocabulary row
-CHUNK = 65536  # vocabulary rows of the reference that are computed at a time, which bounds the memory on the GPU
 # What a logit may differ by besides the rounding of the output, in units of the usual size of its vocabulary row's
 # products: float32 sums in another order differ by 2e-5 at the most (benchmarks/results/h200/tuned.json). And by what adding
 # a bias rounds away.
@@ -42,23 +43,28 @@ class Reference:
             # Drawn on the CPU, so that every device checks with the same rows.
             generator = torch.Generator(cpu).manual_seed(SEED)
             x = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float32, device=cpu)
-            self.x = x.to(weight.dtype).to(weight.device)
+            # A launch may ask for rows of x that are a multiple of 16 bytes apart.
+            # What lies between them would show in the logits.
+            spread = torch.ones(rows, weight.shape[1] + 8 + -weight.shape[1] % 8, dtype=weight.dtype, device=cpu)
+            spread[:, : weight.shape[1]] = x
+            self.x = spread.to(weight.device)[:, : weight.shape[1]]
             self._logits = torch.empty(rows, vocab, dtype=torch.float32, device=cpu)
-            for start in range(0, vocab, CHUNK):
-                part = slice(start, start + CHUNK)
-                self._logits[:, part] = logits(self.x, weight[part], None, torch.float32)
+            # A few rows at a time, which bounds the memory on the GPU and lets their logits be copied as they lie.
+            for some, into in zip(self.x.split(ROWS), self._logits.split(ROWS)):
+                into.copy_(logits(some, weight, None, torch.float32))
             # Of the products alone: a large bias must not hide them.
             self._tolerance = self._logits.abs().mean(0).mul_(TOLERANCE)
             # What is not finite says nothing; a row of zeros says little.
-            self._counts = self._tolerance.isfinite()
-            if 2 * int((self._counts & (self._tolerance > 0)).sum()) < vocab:
+            self._ignored = ~(self._tolerance < math.inf)
+            if 2 * int(((self._tolerance > 0) & ~self._ignored).sum()) < vocab:
                 raise NotYet(NOTHING)
             if bias is not None:
                 wide = bias.to(cpu, torch.float32)
-                self._counts &= wide.isfinite()  # -inf bars a padding token
+                self._ignored |= ~wide.isfinite()  # -inf bars a padding token
                 self._logits += wide
                 self._tolerance += wide.abs() * SUMMATION
             self._tolerance += torch.finfo(torch.float32).tiny
+            self._last_prepared: tuple[torch.dtype, Tensor, Tensor] | None = None
 
     def mistake(
         self, launch: Launch, weight: Tensor, bias: Tensor | None, rows: int, out_dtype: torch.dtype
@@ -68,30 +74,36 @@ class Reference:
         Every logit is compared, the ends of the vocabulary included. Rows of x and of the output lie apart, and what lies
         between and behind them in the output, NaN as all of it was before, has to stay as it is.
         """
-        vocab, hidden = weight.shape
+        vocab = weight.shape[0]
+        nothing, allowed = self._prepared(out_dtype)
         with plainly(weight):
-            # A launch may ask for rows of x that are a multiple of 16 bytes apart.
-            spread = self.x.new_empty((rows, hidden + 8 + -hidden % 8))
-            x = spread[:, :hidden].copy_(self.x[:rows])
-            around = torch.full((rows + 1, vocab + 1), float("nan"), dtype=out_dtype, device="cpu")
-            around = around.to(weight.device, copy=True)
-            launch.call(weight, x, bias, around[:rows, :vocab])
-            around = around.to("cpu", torch.float32)
-        if not (around[rows].isnan().all() and around[:, vocab].isnan().all()):
+            around = nothing[: (rows + 1) * (vocab + 1)].view(rows + 1, vocab + 1).to(weight.device, copy=True)
+            launch.call(weight, self.x[:rows], bias, around[:rows, :vocab])
+            copied = around.to("cpu", torch.float32, copy=True)
+        if not (copied[rows].isnan().all() and copied[:, vocab].isnan().all()):
             return "it writes outside of its output"
-        got = around[:rows, :vocab]
-        expected = self._logits[:rows]
-        rounding = 0.0 if out_dtype is torch.float32 else torch.finfo(out_dtype).eps / 2
-        allowed = expected.abs().mul_(rounding).add_(self._tolerance)
-        # Not (error <= allowed), so that NaN is wrong.
-        wrong = ((got - expected).abs_() <= allowed).logical_not_().logical_and_(self._counts)
-        if not wrong.any():
+        error = copied[:rows, :vocab].sub_(self._logits[:rows]).abs_()
+        # Not (error > allowed), so that NaN is wrong.
+        right = (error <= allowed[:rows]).logical_or_(self._ignored)
+        if right.all():
             return None
+        wrong = right.logical_not_()
         row, column = wrong.nonzero()[0].tolist()
+        got, expected = around[row, column].item(), self._logits[row, column].item()
         return (
             f"{int(wrong.sum())} of {wrong.numel()} logits differ from the default GEMM, the first of row {row} at "
-            f"vocabulary row {column}: {got[row, column].item():.6g} instead of {expected[row, column].item():.6g}"
+            f"vocabulary row {column}: {got:.6g} instead of {expected:.6g}"
         )
+
+    def _prepared(self, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """NaN for one more row and column than there are logits, and what each logit may differ by."""
+        if self._last_prepared is None or self._last_prepared[0] is not out_dtype:
+            rows, vocab = self._logits.shape
+            nothing = torch.full(((rows + 1) * (vocab + 1),), math.nan, dtype=out_dtype, device="cpu")
+            rounding = 0.0 if out_dtype is torch.float32 else torch.finfo(out_dtype).eps / 2
+            allowed = self._logits.abs().mul_(rounding).add_(self._tolerance)
+            self._last_prepared = out_dtype, nothing, allowed
+        return self._last_prepared[1:]
 
 
 class plainly:

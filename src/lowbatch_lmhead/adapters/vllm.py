@@ -25,7 +25,7 @@ vLLM has a low-batch LM head itself, for one model on SM100 and SM103. Its names
 | ``low_batch_lm_head_applies``    | ``applies(lm_head, x)``, and ``explain(lm_head, x)`` for the reason        |
 | ``low_batch_lm_head``            | ``project(lm_head, x)``, or ``bind(lm_head)`` for a decode loop            |
 | ``autotune_low_batch_lm_head``   | ``autotune(model)``; the plugin does it in the profiling run               |
-| ``warmup_low_batch_lm_head``     | ``warmup(model)``; 1 to 64 rows on SM90, with it 1 to ``LM_HEAD_MAX_ROWS`` |
+| ``warmup_low_batch_lm_head``     | ``warmup(model)``; its ``LM_HEAD_MAX_ROWS`` is 16, here 64 on SM90          |
 
 ``register`` teaches the library vLLM's head types, so these take a vLLM head, or a model, as it is.
 """

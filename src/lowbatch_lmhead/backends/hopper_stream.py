@@ -122,12 +122,12 @@ def deepest_ring(
     return None
 
 
-Choice = tuple[int, int, int, int, bool, int]  # as deepest_ring takes them: vocab_tile, k_tile, groups, CTAs on one
-# multiprocessor, persistent, CTAs of a cluster
+# As deepest_ring takes them: vocab_tile, k_tile, groups, CTAs on one multiprocessor, persistent, CTAs of a cluster.
+Choice = tuple[int, int, int, int, bool, int]
 
-# The default first, then what autotune measures beside it, by token tile: chosen greedily from a sweep of six heads on an H200
-# (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share
-# what they read of x win from 32 rows on; with 64, shorter k tiles leave the registers and the ring more room.
+# The default first, then what autotune measures beside it, by token tile: chosen greedily from a sweep of six heads on an
+# H200 (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share
+# what they read of x win at 32 rows; with 64, short k tiles leave more stages.
 _FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
 _MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
 _MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1))
@@ -145,7 +145,7 @@ def autotune_tactics(problem: Problem) -> list[Tactic]:
 
 
 def default_tactic(problem: Problem) -> Tactic:
-    """The tactic for an untuned launch: several CTAs on each multiprocessor, so that one's epilogue meets another's stream."""
+    """The tactic for an untuned launch: several CTAs on a multiprocessor, so that one's epilogue meets another's stream."""
     return autotune_tactics(problem)[0]
 
 

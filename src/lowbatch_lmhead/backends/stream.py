@@ -228,8 +228,9 @@ def deepest_ring(
 
 
 # By token tile: (vocab tile, k tile, (warps_m, warps_k), CTAs on one multiprocessor), the default first, then what autotune
-# measures beside it. Few rows: small tiles and many CTAs. Each CTA reads all of x, so many rows: tiles of 64 and more. From a
-# sweep on an H200 (benchmarks/results/h200/kernel_sweep.json); the other two tables are estimates of the bytes in flight.
+# measures beside it. Few rows: small tiles and many CTAs. Each CTA reads all of x, so many rows: tiles of 64 and more. This
+# table is from a sweep on an H200 (benchmarks/results/h200/kernel_sweep.json); the others are estimates of the bytes in
+# flight.
 _LARGE = {
     8: ((32, 128, (1, 4), 4), (64, 64, (2, 2), 4)),
     16: ((32, 128, (1, 4), 4), (128, 128, (8, 1), 2), (64, 128, (2, 4), 2)),
@@ -344,7 +345,9 @@ class Stream(CompiledBackend):
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
         # On Hopper it wins, in that sweep, with few rows of heads that FlashInfer's kernels do not take.
-        if problem.arch == "sm_90a" and not (problem.rows <= 8 and (problem.hidden % 128 or problem.dtype is torch.float16)):
+        if problem.arch == "sm_90a" and not (
+            problem.rows <= 8 and (problem.hidden % 128 or problem.dtype is torch.float16)
+        ):
             return []
         return autotune_tactics(problem)
 

@@ -157,8 +157,8 @@ class WarpSplitK(CompiledBackend):
         return [default_tactic(problem)]
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
-        # With 32 tokens it takes three times as long to compile, and lost to hopper stream on every head of the sweep by 8 to
-        # 25 % (benchmarks/results/h200/kernel_sweep.json).
+        # With 32 tokens it takes three times as long to compile, and lost to hopper stream on every head of the sweep
+        # (benchmarks/results/h200/kernel_sweep.json), by 8 % and more.
         return [] if problem.arch == "sm_90a" and problem.rows > 16 else autotune_tactics(problem)
 
     def handicap(self, tactic: Tactic) -> float:

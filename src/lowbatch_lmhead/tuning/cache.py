@@ -7,7 +7,7 @@ Rules:
   measure the same head, or one that is killed, do no harm;
 - a missing, damaged, foreign, oversized or too deeply nested file is a miss, never an error: the head is measured again;
 - what a file holds is data. Nothing in it is executed, so no trust in its folder is asked for: a forged entry can cost
-  speed, never logits, because each launch is checked before it serves;
+  speed, never logits, because each launch is checked before it serves, at the fewest and the most rows that it serves;
 - a folder that cannot be read or written costs the next process the measurement, and one warning.
 
 Where: the folder ``tuned`` in that of the compiled kernels (objects.py), or a folder that the caller names.

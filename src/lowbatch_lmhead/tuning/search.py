@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import backends, devices, verify
 from ..backends import Backend, Launch, Problem, default_gemm
 from ..log import logger
-from ..plan import Entry, Plan, first_lines
+from ..plan import Compile, Entry, Plan, first_lines
 from .timing import Timer, compare
 
 LEAST_GAIN = 0.01  # what a launch has to be quicker by, even where the noise is less
@@ -40,12 +40,6 @@ class Exchange(Protocol):
     """What the search needs of the ranks: ``Ranks.exchange``."""
 
     def __call__(self, value: Any) -> list[Any]: ...
-
-
-class Compile(Protocol):
-    """What the search needs of the compiles: ``Compiles.launch``."""
-
-    def __call__(self, backend: Backend, problem: Problem, tactic: Any) -> Launch: ...
 
 
 @dataclass(frozen=True)
@@ -119,6 +113,18 @@ def wanted(plan: Plan, max_rows: int) -> list[tuple[Backend, Problem, Any]]:
         for option in options(problem)[0]:
             found.setdefault(option.name, (option.backend, problem, option.tactic))
     return list(found.values())
+
+
+def unmeasured(plan: Plan, max_rows: int) -> dict[int, tuple[Backend, Problem, Any]]:
+    """For each row count beyond ``max_rows`` that ``plan`` serves: the launch that is tried first."""
+    found = {}
+    for rows in range(max_rows + 1, plan.max_rows + 1):
+        problem = plan.problem(rows)
+        in_line, _ = backends.in_line(problem, lambda backend: backend.tactics(problem))  # noqa: B023 (called at once)
+        if in_line:
+            backend, tactic = in_line[0]
+            found[rows] = (backend, problem, tactic)
+    return found
 
 
 class Search:
@@ -204,7 +210,7 @@ class Search:
             self._weight,
             self._bias,
             self._references,
-            lambda problem, tactic: self._compile(option.backend, problem, tactic),
+            self._compile,
         )
         if isinstance(tried, Launch):
             self._launches[option.name] = tried

@@ -31,7 +31,7 @@ from . import cache as kept
 from . import limit, timing
 from .ranks import RankFailure, Ranks
 from .report import TunedHead, TunedRow, TuningReport
-from .search import Option, Search, options, tune_inside, wanted
+from .search import Option, Search, options, tune_inside, unmeasured, wanted
 from .workers import Compiles
 
 FORM = 1  # of what is kept in the cache
@@ -245,28 +245,42 @@ def cache_key(plan: Plan) -> kept.Key:
 
 
 def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead | None:
-    """The choice that was kept, where every rank has the same and each launch in it is right."""
+    """The choice that was kept, where every rank has the same and each launch in it is right.
+
+    The process that kept it has checked each launch at every row count that it serves, on such a GPU and with these
+    versions. So here it is checked at the fewest and the most of them, unless its backend chooses anew for each.
+    """
     content = None if wishes.refresh else kept.load(wishes.folder, cache_key(plan))
     rows = _read(content, plan, wishes.max_rows)
     everywhere = ranks.exchange([row[:3] for row in _plain(rows)] if rows else None)
     if rows is None or content is None or any(other != everywhere[0] for other in everywhere):
         return None
     assert found.head.weight is not None
-    references: list[verify.Reference] = []
-    entries: dict[int, Entry] = {}
+    serving = {count: option for count, option, *_ in rows if option} | _read_unmeasured(content, plan, wishes.max_rows)
+    served: dict[str, list[int]] = {}
+    for count, option in serving.items():
+        served.setdefault(option.name, []).append(count)
     notes: dict[str, None] = {}
-    for count, option, _, _ in rows:
-        if option is None:
-            entries[count] = Entry(None, ("measured: the default GEMM is quicker",))
-            continue
-        if not references:
-            references.append(plan.reference(found.head.weight, found.head.bias, wishes.max_rows))
+    references: list[verify.Reference] = []
+    launches: dict[str, Launch | str] = {}
+    for count, option in serving.items():
         note = tune_inside(option, plan.problem(count), found.head.weight, found.head.bias)
         notes |= {note: None} if note else {}
-        launch = plan.checked(count, option.backend, option.tactic, found.head.weight, found.head.bias, references)
+        counts = served[option.name]
+        if count in (counts[0], counts[-1]) or hasattr(option.backend, "tune"):
+            if not references:
+                references.append(plan.reference(found.head.weight, found.head.bias, max(serving)))
+            launches[option.name] = plan.checked(
+                count, option.backend, option.tactic, found.head.weight, found.head.bias, references
+            )
+    entries = {
+        count: Entry(None, ("measured: the default GEMM is quicker",)) for count, option, *_ in rows if not option
+    }
+    for count, option in serving.items():
+        launch = launches[option.name]
         if isinstance(launch, Launch):
             entries[count] = Entry(launch, ())
-    if not all(ranks.exchange(len(entries) == len(rows))):
+    if not all(ranks.exchange(all(count in entries for count, *_ in rows))):
         return None
     plan.adopt(entries)
     read_us, noise = _number(content.get("read_us")), _number(content.get("noise"))
@@ -284,6 +298,22 @@ def _read(content: dict[str, Any] | None, plan: Plan, max_rows: int) -> list[Cho
         return [_choice(given[rows], plan, rows) for rows in range(1, max_rows + 1)] if given else None
     except (KeyError, TypeError, ValueError, AttributeError):  # another form, or a tactic that there is no longer
         return None
+
+
+def _read_unmeasured(content: dict[str, Any], plan: Plan, max_rows: int) -> dict[int, Option]:
+    """What serves the row counts beyond ``max_rows`` where it would be tried first, and ``content`` has it as checked."""
+    if len(content["rows"]) != max_rows:  # beyond fewer rows than were kept, other launches serve
+        return {}
+    try:
+        given = {row["rows"]: (row["backend"], row["tactic"]) for row in content.get("unmeasured", [])}
+    except (KeyError, TypeError, AttributeError):
+        return {}
+    first = unmeasured(plan, max_rows) if given else {}
+    return {
+        rows: Option(backend, tactic)
+        for rows, (backend, _, tactic) in first.items()
+        if given.get(rows) == (backend.name, str(tactic))
+    }
 
 
 def _choice(row: dict[str, Any], plan: Plan, rows: int) -> Choice:
@@ -317,9 +347,9 @@ def _measure(
     with (
         timing.tuning_stream(weight.device),
         verify.plainly(weight),
-        Compiles(wanted(plan, wishes.max_rows)) as compiles,
+        Compiles([*wanted(plan, wishes.max_rows), *unmeasured(plan, wishes.max_rows).values()]) as compiles,
     ):
-        references = [plan.reference(weight, bias, wishes.max_rows)]
+        references = [plan.reference(weight, bias, max(wishes.max_rows, plan.max_rows))]
         timer = timing.timer_for(weight, bias, wishes.max_rows, plan.key.out_dtype)
         try:
             search = Search(
@@ -329,6 +359,9 @@ def _measure(
             read_us = limit.read_us(timer, weight) if result.measured else None
         finally:
             timer.close()
+        if not result.out_of_time:  # what serves beyond, as ``warmup`` prepares it
+            for rows in range(wishes.max_rows + 1, plan.max_rows + 1):
+                plan.prepare(rows, weight, bias, references, compiles.launch)
     left = before.keys() - result.measured.keys() if result.out_of_time else set()
     entries = {rows: entry for rows, entry in search.entries() if rows not in left}
     ranks.exchange("done")  # whoever failed until here has told the others
@@ -346,6 +379,11 @@ def _measure(
     else:
         content = {
             "rows": [dict(zip(("rows", "backend", "tactic", "us", "default_us"), row)) for row in _plain(choices)],
+            "unmeasured": [
+                {"rows": rows, "backend": entry.launch.backend, "tactic": entry.launch.tactic}
+                for rows, entry in enumerate(plan.entries)
+                if rows > wishes.max_rows and entry and entry.launch
+            ],
             "read_us": read_us,
             "noise": result.noise,
             "seconds": time.perf_counter() - begin,

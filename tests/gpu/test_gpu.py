@@ -83,13 +83,14 @@ def check(got, expected, dtype=BF16):
     ("vocab", "hidden", "bias"),
     [(4096, 1024, False), (4096, 1024, True), (50257, 768, False), (32001, 4096, True), (51866, 1280, False),
      (49155, 2048, False), (16, 128, False), (17, 256, True), (31, 384, False), (33, 512, True), (47, 128, False),
-     (1000, 8192, False), (1003, 12288, True), (128, 16384, False), (4112, 896, False)],
+     (1000, 8192, False), (1003, 12288, True), (128, 16384, False), (4112, 896, False), (49152, 576, False),
+     (1001, 2880, True), (7, 72, True)],
 )  # fmt: skip
 def test_logits(vocab, hidden, bias, out_dtype):
-    weight, x, b = make(vocab, hidden, 16, bias)
+    weight, x, b = make(vocab, hidden, 64, bias)
     asked = None if out_dtype is BF16 else F32
     head = weight if b is None else (weight, b)
-    for rows in range(1, 17):
+    for rows in (*range(1, 18), 24, 25, 33, 49, 64):
         out = torch.full((rows, vocab), float("nan"), device="cuda", dtype=out_dtype)
         decision = lowbatch_lmhead.explain(head, x[:rows], out_dtype=asked)
         assert decision.taken, decision
@@ -154,7 +155,7 @@ def test_the_next_backend_serves_when_the_first_is_wrong(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="lowbatch_lmhead"):
         check(lowbatch_lmhead.project(weight, x), reference(x, weight))
     decision = lowbatch_lmhead.explain(weight, x)
-    assert decision.backend == "flashinfer direct"
+    assert decision.backend == "hopper stream"
     assert "differ from the default GEMM" in str(decision)
     assert len(caplog.records) == 1
 
@@ -166,6 +167,21 @@ def test_the_same_bits_every_time_and_for_every_row_count_of_a_tactic():
         assert torch.equal(lowbatch_lmhead.project(weight, x), first)
     for rows in range(1, 9):
         assert torch.equal(lowbatch_lmhead.project(weight, x[:rows]), first[:rows])
+
+
+@pytest.mark.parametrize("out_dtype", [None, F32])
+def test_batch_invariance(out_dtype):
+    """A row's bits, whatever is computed with it: alone, of other row counts, and in the second of two pieces."""
+    weight, x, bias = make(4001, 1032, 100, bias=True)
+    asked = {"out_dtype": out_dtype, "batch_invariant": True}
+    whole = lowbatch_lmhead.project((weight, bias), x, **asked)
+    decision = lowbatch_lmhead.explain((weight, bias), x, **asked)
+    assert (decision.taken, decision.backend) == (True, "hopper stream")
+    check(whole, reference(x, weight, bias), F32 if out_dtype else BF16)
+    for rows in (1, 2, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 63, 64, 65):
+        for first in (0, 100 - rows):
+            got = lowbatch_lmhead.project((weight, bias), x[first : first + rows], **asked)
+            assert torch.equal(got, whole[first : first + rows]), (rows, first)
 
 
 def _inputs():
@@ -184,7 +200,7 @@ def _inputs():
     yield "one row for all", base[:1, 0].expand(4, 1024)
     yield "transposed", torch.randn(1024, 4, device="cuda", dtype=BF16).t()
     yield "one row with a strange stride", torch.randn(1024, device="cuda", dtype=BF16).as_strided((1, 1024), (5, 1))
-    yield "more rows than the plan", torch.randn(33, 1024, device="cuda", dtype=BF16)
+    yield "more rows than the plan", torch.randn(65, 1024, device="cuda", dtype=BF16)
     yield "no rows", torch.empty(0, 1024, device="cuda", dtype=BF16)
     yield "no rows in three dimensions", torch.empty(2, 0, 1024, device="cuda", dtype=BF16)
 
@@ -387,8 +403,8 @@ def test_changed_weights():
 
 
 def test_fp32_logits_of_the_default_path():
-    weight, x, bias = make(4001, 1024, 40, bias=True)
-    for rows in (17, 40):
+    weight, x, bias = make(4001, 1024, 100, bias=True)
+    for rows in (65, 100):
         assert not lowbatch_lmhead.applies((weight, bias), x[:rows], out_dtype=F32)
         got = lowbatch_lmhead.project((weight, bias), x[:rows], out_dtype=F32)
         check(got, reference(x[:rows], weight, bias), F32)
@@ -484,7 +500,7 @@ def test_warmup_keeps_the_random_state_and_little_memory():
     report = lowbatch_lmhead.warmup(head)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.cuda.memory_allocated() - allocated < 1 << 20
-    assert [decision.taken for decision in report.heads[0].decisions] == [True] * 16 + [False]
+    assert [decision.taken for decision in report.heads[0].decisions] == [True] * 64 + [False]
     print(report)
 
 

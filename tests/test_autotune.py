@@ -15,7 +15,7 @@ from conftest import HIDDEN, VOCAB, assert_logits, inputs, linear
 from scripted import AGAIN, DEFAULT, Script, Tactics, steady
 from torch import nn
 
-from lowbatch_lmhead import autotune, backends, bind, explain, project, testing, warmup
+from lowbatch_lmhead import autotune, backends, bind, devices, explain, project, testing, warmup
 from lowbatch_lmhead.plan import Entry, Plan, plan_for
 from lowbatch_lmhead.tuning import timing, tune
 from lowbatch_lmhead.tuning.search import Search, buckets
@@ -805,6 +805,96 @@ def test_the_next_process_takes_the_choice_from_the_cache(tuning):
     x = inputs(13)
     assert_logits(project(head, x), head, x)
     assert explain(head, inputs(30)).taken == (chosen(first)[30] is not None)
+
+
+def test_from_the_cache_a_launch_is_checked_at_the_fewest_and_the_most_rows_that_it_serves(tuning):
+    us = steady(default=100, a=lambda rows: 90 if rows <= 4 else 120, b=lambda rows: 90 if 4 < rows <= 16 else 120)
+    kernel = Tactics("a", "b")
+    tuning(us, kernel)
+    head = linear()
+    autotune(head)
+    assert {("a", rows) for rows in range(1, 5)} | {("b", rows) for rows in range(5, 17)} <= set(kernel.calls)
+    kernel = Tactics("a", "b")
+    tuning(us, kernel)
+    assert autotune(head).heads[0].source == "cache"
+    assert kernel.calls == [("a", 1), ("a", 4), ("b", 5), ("b", 16)]
+
+
+@pytest.mark.parametrize("wrong_at", [3, 8])
+def test_what_is_wrong_at_one_end_of_what_it_serves_is_a_miss(tuning, wrong_at):
+    us = steady(default=100, a=97, b=lambda rows: 90 if 3 <= rows <= 8 else 120)
+    head = linear()
+    tuning(us, Tactics("a", "b"))
+    autotune(head, max_rows=16)
+    tuning(us, Tactics("a", "b", wrong_at={"b": wrong_at}))
+    report = autotune(head, max_rows=16)
+    assert report.heads[0].source == "measured"
+    assert set(chosen(report).values()) == {"a"}
+
+
+def test_a_backend_that_chooses_for_each_row_count_is_checked_at_each(tuning):
+    class Choosing(Tactics):
+        def tune(self, problem, weight, bias):
+            return None
+
+    head = linear()
+    tuning(steady(default=100, a=90), Choosing("a"))
+    autotune(head, max_rows=8)
+    kernel = Choosing("a")
+    tuning(steady(default=100, a=90), kernel)
+    assert autotune(head, max_rows=8).heads[0].source == "cache"
+    assert {("a", rows) for rows in range(1, 9)} <= set(kernel.calls)
+
+
+def test_row_counts_beyond_those_measured_are_kept_as_checked(tuning, monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "untuned_rows", lambda arch: 12)
+    us, head = steady(default=100, a=97, b=90), linear()
+    kernel = Tactics("a", "b")
+    tuning(us, kernel)
+    autotune(head, max_rows=8)
+    assert {("a", rows) for rows in range(9, 13)} <= set(kernel.calls)
+    kernel = Tactics("a", "b")
+    tuning(us, kernel)
+    report = autotune(head, max_rows=8)
+    assert report.heads[0].source == "cache"
+    assert len(report.heads[0].rows) == 8
+    assert kernel.calls == [("b", 1), ("b", 8), ("a", 9), ("a", 12)]
+    assert [explain(head, inputs(rows)).tactic for rows in (8, 9, 12)] == ["b", "a", "a"]
+
+    # Beyond fewer rows than were measured, what is not measured serves more, where nothing has checked it.
+    kernel = Tactics("a", "b")
+    tuning(us, kernel)
+    assert autotune(head, max_rows=4).heads[0].source == "cache"
+    assert kernel.calls == [("b", 1), ("b", 4), *(("a", rows) for rows in range(5, 13))]
+
+    whole = entry(tmp_path).read_text()
+    # What is not first in line, or is not told of as it should be, is prepared as ``warmup`` does.
+    for change in (
+        lambda kept: [row.update(tactic="b") for row in kept],
+        lambda kept: kept.clear(),
+        lambda kept: kept.insert(0, 7),
+        lambda kept: kept[0].pop("rows"),
+        lambda kept: kept[0].update(rows=[9]),
+    ):
+        entry(tmp_path).write_text(whole)
+        edit(entry(tmp_path), lambda c, change=change: change(c["content"]["unmeasured"]))
+        kernel = Tactics("a", "b")
+        tuning(us, kernel)
+        assert autotune(head, max_rows=8).heads[0].source == "cache"
+        assert kernel.calls == [("b", 1), ("b", 8), *(("a", rows) for rows in range(9, 13))]
+        assert explain(head, inputs(10)).tactic == "a"
+
+
+def test_what_is_wrong_beyond_the_rows_that_were_measured_does_not_serve_there(tuning, monkeypatch):
+    monkeypatch.setattr(devices, "untuned_rows", lambda arch: 12)
+    us, head = steady(default=100, a=97, b=90), linear()
+    tuning(us, Tactics("a", "b"))
+    autotune(head, max_rows=8)
+    tuning(us, Tactics("a", "b", wrong_at={"a": 12}))
+    report = autotune(head, max_rows=8)
+    assert report.heads[0].source == "cache"
+    assert set(chosen(report).values()) == {"b"}
+    assert [explain(head, inputs(rows)).taken for rows in (8, 9, 12)] == [True, False, False]
 
 
 def test_a_folder_of_ones_own(tuning, tmp_path):

@@ -50,8 +50,9 @@ class Reference:
             self.x = spread.to(weight.device)[:, : weight.shape[1]]
             self._logits = torch.empty(rows, vocab, dtype=torch.float32, device=cpu)
             # A few rows at a time, which bounds the memory on the GPU and lets their logits be copied as they lie.
-            for some, into in zip(self.x.split(ROWS), self._logits.split(ROWS)):
-                into.copy_(logits(some, weight, None, torch.float32))
+            for start in range(0, rows, ROWS):
+                part = slice(start, start + ROWS)
+                self._logits[part] = logits(self.x[part], weight, None, torch.float32)
             # Of the products alone: a large bias must not hide them.
             self._tolerance = self._logits.abs().mean(0).mul_(TOLERANCE)
             # What is not finite says nothing; a row of zeros says little.

@@ -252,7 +252,7 @@ def test_every_backend_is_in_the_table_of_backends():
     for backend in backends.kernels():
         lines = re.search(rf"^\| {re.escape(backend.name)} \|.*\n(?:\| \|.*\n)*", text, re.MULTILINE)
         assert lines, backend.name
-        assert set(re.findall(r"SM\d+", lines[0])) == {short[name] for name in backend.architectures}
+        assert set(re.findall(r"SM\d+", lines[0])) == {short[name] for name in backend.architectures if name in short}
 
 
 def test_whether_a_kernel_is_batch_invariant():

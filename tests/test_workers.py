@@ -268,6 +268,38 @@ class TestWhatWorkersDo:
             assert compiles.launch(backend, PROBLEM, "a").call == THERE
         assert backend.built == []
 
+    def test_while_launch_waits_the_next_kernel_is_compiled_here(self, backend, fake, tmp_path):
+        go = tmp_path / "go"
+        fake(f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(go)!r}), True)]; say(right(job))")
+        with Compiles(wanted(backend, "a", "b", "c"), processes=1) as compiles:
+            until(lambda: len(compiles._waiting) == 2)
+            assert compiles.launch(backend, PROBLEM, "c").call == HERE
+            build = backend.build
+            backend.build = lambda *of: (go.touch(), build(*of))[1]  # the worker goes on once this process helps
+            assert compiles.launch(backend, PROBLEM, "a").call == THERE
+            assert backend.built == ["c", "b"]
+            assert compiles.launch(backend, PROBLEM, "b").call == HERE
+            assert backend.built == ["c", "b"]
+
+    def test_the_compiler_is_not_loaded_to_help(self, backend, fake):
+        fake("time.sleep(0.2); say(right(job))")
+        with Compiles(wanted(backend, "a", "b", "c"), processes=1) as compiles:
+            until(lambda: len(compiles._waiting) == 2)
+            assert compiles.launch(backend, PROBLEM, "a").call == THERE
+        assert backend.built == []
+
+    def test_what_fails_while_helping_fails_where_it_is_asked_for(self, backend, fake, monkeypatch):
+        fake("time.sleep(0.5); say(right(job))")
+        build = backend.build
+        monkeypatch.setattr(backend, "build", lambda problem, tactic: build(problem, {"c": "c"}[tactic]))
+        with Compiles(wanted(backend, "a", "b", "c"), processes=1) as compiles:
+            until(lambda: len(compiles._waiting) == 2)
+            assert compiles.launch(backend, PROBLEM, "c").call == HERE
+            assert compiles.launch(backend, PROBLEM, "a").call == THERE
+            for _ in range(2):
+                with pytest.raises(KeyError):
+                    compiles.launch(backend, PROBLEM, "b")
+
     def test_rows_are_no_part_of_a_kernel(self, backend, fake):
         fake("say(right(job))")
         more = PROBLEM.__class__(**{**vars(PROBLEM), "rows": 2})

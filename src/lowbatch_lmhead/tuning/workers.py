@@ -104,6 +104,7 @@ class Compiles:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._compiles = False  # whether this process has loaded the compiler
         for backend, problem, tactic in wanted:
             if isinstance(backend, CompiledBackend):
                 self._look_up(backend, problem, tactic)
@@ -123,7 +124,9 @@ class Compiles:
         self.close()
 
     def launch(self, backend: Backend, problem: Problem, tactic: Any) -> Launch:
-        """The launch: from disk, from a worker that has begun it (waits until it is done), or compiled here.
+        """The launch: from disk, from a worker that has begun it, or compiled here.
+
+        While a worker has begun it, this process compiles what no worker has begun yet, once it has the compiler loaded.
 
         Raises what ``backend.compile`` raises, or RuntimeError with a worker's message where the kernel was compiled
         there and failed; each further call raises it again.
@@ -156,12 +159,30 @@ class Compiles:
     def _make(self, job: _Job | None, backend: Backend, problem: Problem, tactic: Any) -> Launch:
         if job is not None:
             self._take_back(job)
+            while not job.done.is_set() and self._help():
+                pass
             job.done.wait()
             if job.failure is not None:
                 raise RuntimeError(job.failure)
             if job.library is not None:
                 return job.backend.adopt(problem, tactic, job.library)
-        return backend.compile(problem, tactic)
+        launch = backend.compile(problem, tactic)
+        self._compiles = self._compiles or isinstance(backend, CompiledBackend)
+        return launch
+
+    def _help(self) -> bool:
+        """Compile what a worker would begin next; False where there is nothing, or the compiler would be loaded for it."""
+        job = self._next() if self._compiles else None
+        if job is None:
+            return False
+        try:
+            # What goes wrong is raised where the launch is asked for: it is compiled again then.
+            with contextlib.suppress(Exception):
+                name = _name(job.backend, job.problem, job.tactic)
+                self._launches[name] = job.backend.compile(job.problem, job.tactic)
+        finally:
+            job.done.set()
+        return True
 
     def _take_back(self, job: _Job) -> None:
         """Keep ``job`` from the workers, unless one has begun it."""

@@ -108,7 +108,7 @@ def _device_reasons(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return [f"x is on {device}, not on a CUDA GPU"]
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    known = ", ".join(sorted({name for backend in backends.kernels() for name in backend.architectures}))
+    known = ", ".join(sorted(devices.ARCHITECTURES))
     return [f"{torch.cuda.get_device_name(device)} (compute capability {capability}) is none of {known}"]
 
 

@@ -125,9 +125,9 @@ def deepest_ring(
 # As deepest_ring takes them: vocab_tile, k_tile, groups, CTAs on one multiprocessor, persistent, CTAs of a cluster.
 Choice = tuple[int, int, int, int, bool, int]
 
-# The default first, then what autotune measures beside it, by token tile: chosen greedily from a sweep of six heads on an
-# H200 (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share
-# what they read of x win at 32 rows; with 64, short k tiles leave more stages.
+# What autotune measures, by token tile: chosen greedily from a sweep of six heads on an H200
+# (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share what
+# they read of x win at 32 rows.
 _FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
 _MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
 _MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1))
@@ -139,14 +139,26 @@ def _distinct(problem: Problem, choices: Sequence[Choice]) -> list[Tactic]:
     return list(dict.fromkeys(tactic for tactic in found if tactic is not None))
 
 
-def autotune_tactics(problem: Problem) -> list[Tactic]:
-    """The default tactic, then those that beat it on some head."""
-    return _distinct(problem, AUTOTUNED[token_tile(problem.rows)])
+def _default_choice(problem: Problem) -> Choice:
+    tokens = token_tile(problem.rows)
+    if tokens >= 48 and problem.hidden < 1024:
+        return (64, 64, 1, 2, True, 1)
+    if tokens >= PAIRED_TOKENS:
+        return (64, 128, 1, 2, True, 2)
+    # A persistent CTA saves the start of the next tile, but if the last round is nearly empty, the GPU is for most of it.
+    residents = 3
+    rounds = math.ceil(problem.vocab / 64) / (residents * MULTIPROCESSORS)
+    return (64, 128, 1, residents, math.ceil(rounds) <= 1.1 * rounds, 1)
 
 
 def default_tactic(problem: Problem) -> Tactic:
     """The tactic for an untuned launch: several CTAs on a multiprocessor, so that one's epilogue meets another's stream."""
     return autotune_tactics(problem)[0]
+
+
+def autotune_tactics(problem: Problem) -> list[Tactic]:
+    """The default tactic, then those that beat it on some head."""
+    return _distinct(problem, [_default_choice(problem), *AUTOTUNED[token_tile(problem.rows)]])
 
 
 def invariant_tactic(problem: Problem) -> Tactic:
@@ -175,7 +187,8 @@ def sweep_tactics(problem: Problem) -> list[Tactic]:
         if (persistent or residents > 1) and vocab_tile * k_tile <= max(128 * 128, vocab_tile * 128)
         if cluster == 1 or token_tile(problem.rows) >= PAIRED_TOKENS
     ]
-    return _distinct(problem, [*AUTOTUNED[token_tile(problem.rows)], *choices])
+    found = [*autotune_tactics(problem), *_distinct(problem, choices)]
+    return list(dict.fromkeys(found))
 
 
 class HopperStream(CompiledBackend):

@@ -328,11 +328,11 @@ def launch(weight: torch.Tensor, rows: int, out_dtype: torch.dtype, backend: str
     if tactic is None:
         return default(out_dtype)
     from lowbatch_lmhead.plan import plan_for
-    from lowbatch_lmhead.tuning.search import options
+    from lowbatch_lmhead.tuning.search import named
 
-    problem = plan_for(weight, None, out_dtype).problem(rows)
-    option = next(one for one in options(problem)[0] if (one.backend.name, str(one.tactic)) == (backend, tactic))
-    return option.backend.compile(problem, option.tactic).call
+    plan = plan_for(weight, None, out_dtype)
+    option = named(f"{backend} ({tactic})", plan, rows, ROWS)
+    return option.backend.compile(plan.problem(rows), option.tactic).call
 
 
 # --- cold, and from the cache ---

@@ -807,6 +807,27 @@ def test_the_next_process_takes_the_choice_from_the_cache(tuning):
     assert explain(head, inputs(30)).taken == (chosen(first)[30] is not None)
 
 
+def test_what_was_measured_for_a_bucket_is_taken_from_the_cache_inside_it(tuning):
+    """A backend may list another tactic for fewer rows of the bucket, as one with a smaller tile does."""
+
+    class Tiles(Tactics):
+        def tactics(self, problem):
+            return [f"{next(tile for tile in (8, 16, 24, 32, 64) if tile >= problem.rows)} tokens"]
+
+        autotune_tactics = tactics
+
+    tuning(lambda label, rows, round_: 100 if label in (DEFAULT, AGAIN) else 90, Tiles())
+    head = linear()
+    first = autotune(head)
+    assert {chosen(first)[rows] for rows in range(17, 33)} == {"32 tokens"}
+    script = tuning(steady(default=100), Tiles())
+    second = autotune(head)
+    assert (second.heads[0].source, script.made) == ("cache", 0)
+    assert chosen(second) == chosen(first)
+    x = inputs(20)
+    assert_logits(project(head, x), head, x)
+
+
 def test_from_the_cache_a_launch_is_checked_at_the_fewest_and_the_most_rows_that_it_serves(tuning):
     us = steady(default=100, a=lambda rows: 90 if rows <= 4 else 120, b=lambda rows: 90 if 4 < rows <= 16 else 120)
     kernel = Tactics("a", "b")

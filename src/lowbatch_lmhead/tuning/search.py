@@ -105,6 +105,17 @@ def buckets(max_rows: int) -> list[int]:
     return found if found[-1] == max_rows else [*found, max_rows]
 
 
+def named(name: Name, plan: Plan, rows: int, max_rows: int) -> Option:
+    """The option that the search for 1 to ``max_rows`` rows has chosen for ``rows``: one that is listed for them, or for the
+    end of their bucket. KeyError where there is none of the name."""
+    problem, end = plan.problem(rows), next(end for end in buckets(max_rows) if end >= rows)
+    for count in dict.fromkeys((rows, end)):
+        for option in options(plan.problem(count))[0]:
+            if option.name == name and option.backend.supports(problem) is None:
+                return option
+    raise KeyError(name)
+
+
 def wanted(plan: Plan, max_rows: int) -> list[tuple[Backend, Problem, Any]]:
     """Every launch that the search of ``plan`` may time, in the order of need."""
     found: dict[Name, tuple[Backend, Problem, Any]] = {}

@@ -31,7 +31,7 @@ from . import cache as kept
 from . import limit, timing
 from .ranks import RankFailure, Ranks
 from .report import TunedHead, TunedRow, TuningReport
-from .search import Option, Search, options, tune_inside, unmeasured, wanted
+from .search import Option, Search, named, options, tune_inside, unmeasured, wanted
 from .workers import Compiles
 
 FORM = 1  # of what is kept in the cache
@@ -295,7 +295,7 @@ def _read(content: dict[str, Any] | None, plan: Plan, max_rows: int) -> list[Cho
     """The choices for 1 to ``max_rows`` rows in ``content``; None where it does not hold them all."""
     try:
         given = {row["rows"]: row for row in content["rows"]} if content else {}
-        return [_choice(given[rows], plan, rows) for rows in range(1, max_rows + 1)] if given else None
+        return [_choice(given[rows], plan, rows, max(given)) for rows in range(1, max_rows + 1)] if given else None
     except (KeyError, TypeError, ValueError, AttributeError):  # another form, or a tactic that there is no longer
         return None
 
@@ -316,14 +316,13 @@ def _read_unmeasured(content: dict[str, Any], plan: Plan, max_rows: int) -> dict
     }
 
 
-def _choice(row: dict[str, Any], plan: Plan, rows: int) -> Choice:
+def _choice(row: dict[str, Any], plan: Plan, rows: int, last: int) -> Choice:
+    """What ``row`` says of ``rows``, as the search up to ``last`` rows has left it."""
     us, default_us = _number(row["us"]), _number(row["default_us"])
     if row["backend"] == backends.DEFAULT_GEMM:
         return rows, None, us, default_us
     name = f"{row['backend']} ({row['tactic']})"
-    # A launch may have been measured for a bucket that begins at fewer rows.
-    known = {option.name: option for option in options(plan.problem(rows))[0]}
-    return rows, known[name], us, default_us
+    return rows, named(name, plan, rows, last), us, default_us
 
 
 def _number(value: Any) -> float | None:

@@ -1,21 +1,26 @@
 """Engines with and without this library: the same greedy tokens, the kernel in a profile, the time of a step.
 
     python benchmarks/engines.py all --out benchmarks/results/h200/engines.json
-    python benchmarks/engines.py transformers --out DIR/transformers.json [--small]      (--small: tiny shapes, on a CPU too)
-    python benchmarks/engines.py vllm --out DIR/vllm.json                               (one engine to a process)
+    python benchmarks/engines.py transformers --out DIR/transformers.json [--models granite whisper] [--small]
+    python benchmarks/engines.py vllm --eager 0 --out DIR/vllm.json                     (one engine to a process)
+    python benchmarks/engines.py merge --vllm DIR/vllm.json --transformers DIR/transformers.json \\
+        --out benchmarks/results/h200/engines.json      (what those hold replaces the same cases; vLLM's tokens stay)
 
 transformers: generate() of a model with a tied head and one with an odd vocabulary, with the shapes of granite-3.1-2b and
-whisper-large-v3 and few layers, patched and not. vLLM: the real engine on a small Llama with random weights, with the plugin
-found through its entry point and without it, eagerly and with CUDA graphs.
+whisper-large-v3 and few layers (--small: tiny shapes, on a CPU too), patched and not. vLLM: the real engine on a small Llama
+with random weights, with the plugin found through its entry point and without it, eagerly and with CUDA graphs.
 
-Tokens are compared between processes with and without the plugin. Times are taken in one process, the two in turn, because
-a step of such a small model is mostly host time and differs by more from process to process than a head takes: in vLLM the
-plugin is told, for every other round, that no row count is served. gpu_us is the time of all kernels of a step, profiled.
+Tokens are compared between processes with and without the plugin. Times are taken in one process, in turn, because a step of
+such a small model is mostly host time and differs by more from process to process than a head takes: in vLLM the plugin is
+told, for some rounds, that no row count is served. The way without the library is timed twice ("again"): a difference that
+is no larger than that between those two says nothing. gpu_us is the time of all kernels of a step, profiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import statistics
@@ -30,12 +35,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = (
-    "WarpSplitK",
-    "DirectDense",
-)  # in the names of the kernels that are launched here; cuBLAS has "splitK" ones too
-ROUNDS = 7
+# In the name of every kernel that is launched here: kernel_cutlass_<method>_<module><class>_object_at_...
+KERNELS = ("lowbatch_lmhead",)
+ROUNDS = 6  # of two ways or three, each as often the first
 TOKENS = 64
+TIMED_TOKENS = 32  # of transformers, whose tokens take milliseconds
 BATCHES = (1, 4, 16)
 LLAMA = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
          "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096}  # fmt: skip
@@ -53,17 +57,36 @@ def profiled(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     return {"gpu_us": round(sum(event.self_device_time_total for event in events) / steps, 1), "kernels": ours}
 
 
+def rounds_in_turn(
+    ways: dict[str, Callable[[], Any]], around: dict[str, Callable[[], Any]] | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each, measured in turn. What a context manager of ``around`` does is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for index in range(ROUNDS + 1):
+        start = index % len(names)
+        for name in names[start:] + names[:start]:
+            with (around or {}).get(name, contextlib.nullcontext)():
+                begin = time.perf_counter()
+                ways[name]()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: values[1:] for name, values in times.items()}
+
+
 def in_turn(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median milliseconds of each, measured in turn."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for index in range(ROUNDS + 1):
-        for name, way in ways.items() if index % 2 else reversed(ways.items()):
-            begin = time.perf_counter()
-            way()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {name: statistics.median(values) for name, values in rounds_in_turn(ways).items()}
+
+
+def spread(times: dict[str, list[float]], steps: int, what: str) -> dict[str, Any]:
+    """Median and quartiles of a step."""
+    quartiles = {name: statistics.quantiles([ms / steps for ms in rounds], n=4) for name, rounds in times.items()}
+    return {
+        what: {name: round(values[1], 4) for name, values in quartiles.items()},
+        f"{what}_quartiles": {name: [round(values[0], 4), round(values[2], 4)] for name, values in quartiles.items()},
+    }
 
 
 def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, Any]:
@@ -98,6 +121,9 @@ def whisper(small: bool) -> tuple[Any, dict[str, torch.Tensor]]:
     return WhisperForConditionalGeneration(config), {"input_features": torch.randn(max(BATCHES), 80, 200)}
 
 
+MODELS = {"granite": granite, "whisper": whisper}
+
+
 def run_transformers(arguments: argparse.Namespace) -> None:
     import transformers
 
@@ -106,9 +132,9 @@ def run_transformers(arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()  # generate() warns of the two lengths it is given, each time
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
-    for name, make in (("granite", granite), ("whisper", whisper)):
+    for name in arguments.models:
         torch.manual_seed(0)
-        model, inputs = make(arguments.small)
+        model, inputs = MODELS[name](arguments.small)
         model = model.to(device, torch.bfloat16).eval()
         # Random logits lie close together; a wider embedding keeps ties of bfloat16 apart.
         with torch.no_grad():
@@ -122,29 +148,29 @@ def run_transformers(arguments: argparse.Namespace) -> None:
         for batch in BATCHES:
             part = {key: value[:batch] for key, value in inputs.items()}
 
-            def plain(tokens: int = TOKENS, model: Any = model, part: Any = part) -> list[list[int]]:
+            def run(tokens: int = TIMED_TOKENS, model: Any = model, part: Any = part) -> list[list[int]]:
                 return generate(model, part, tokens)
 
-            def patched(tokens: int = TOKENS, model: Any = model, part: Any = part) -> list[list[int]]:
-                with adapter.patch(model, prepare=None):  # prepared before
-                    return generate(model, part, tokens)
+            def patched(model: Any = model) -> Any:
+                return adapter.patch(model, prepare=None)  # prepared before
 
-            ways = {"plain": plain, "patched": patched}
+            around = {"plain": contextlib.nullcontext, "patched": patched}
+            tokens, seen = {}, {}
             with torch.inference_mode():
-                tokens = {name: way() for name, way in ways.items()}
-                times = in_turn(ways)
-                seen = (
-                    {name: profiled(lambda way=way: way(8), 8) for name, way in ways.items()}
-                    if device == "cuda"
-                    else {}
-                )
+                times = rounds_in_turn({"plain": run, "patched": run, "plain again": run}, around)
+                for way, manager in around.items():
+                    with manager():
+                        tokens[way] = run(TOKENS)
+                        if device == "cuda":
+                            seen[way] = profiled(lambda run=run: run(8), 8)
             found.append(
                 {
                     "model": name,
                     "vocab": model.get_output_embeddings().weight.shape[0],
                     "hidden": model.get_output_embeddings().weight.shape[1],
                     "batch": batch,
-                    "ms_per_token": {way: round(ms / TOKENS, 3) for way, ms in times.items()},
+                    "transformers": transformers.__version__,
+                    **spread(times, TIMED_TOKENS, "ms_per_token"),
                     "tokens": agreement(tokens["plain"], tokens["patched"]),
                     "profile": seen,
                     "served": served,
@@ -196,7 +222,8 @@ def run_vllm(arguments: argparse.Namespace) -> None:
                 made = engine.generate(prompts, greedy, use_tqdm=False)
                 return [list(one.outputs[0].token_ids) for one in made]
 
-            result = {"batch": batch, "tokens": run()}
+            version = importlib.metadata.version("vllm")
+            result = {"eager": bool(arguments.eager), "batch": batch, "vllm": version, "tokens": run()}
             if arguments.plugin:
                 result |= beside_vllm(run)
             results.append(result)
@@ -223,7 +250,7 @@ def beside_vllm(run: Callable[..., Any]) -> dict[str, Any]:
 
     ways = {"without": without, "with": with_}
     return {
-        "ms_per_step": {name: round(ms / TOKENS, 4) for name, ms in in_turn(ways).items()},
+        **spread(rounds_in_turn({**ways, "without again": without}), TOKENS, "ms_per_step"),
         "profile": {name: profiled(lambda way=way: way(8), 8) for name, way in ways.items()},
     }
 
@@ -260,7 +287,7 @@ def run_all(arguments: argparse.Namespace) -> None:
                 continue
             for without, with_ in zip(runs[0], runs[1]):
                 tokens = agreement(without["tokens"], with_["tokens"])
-                found["vllm"].append({"eager": bool(eager), **with_, "tokens": tokens})
+                found["vllm"].append({**with_, "tokens": tokens})
         out = folder / "transformers.json"
         subprocess.run([sys.executable, __file__, "transformers", "--out", str(out)], env=environment, check=False)
         found["transformers"] = json.loads(out.read_text()) if out.exists() else "failed"
@@ -268,10 +295,29 @@ def run_all(arguments: argparse.Namespace) -> None:
     print(json.dumps(found["vllm"], indent=1))
 
 
+def run_merge(arguments: argparse.Namespace) -> None:
+    """What was measured again, in the place of the same cases of ``--out``, but for vLLM's tokens: two processes'."""
+    found = json.loads(arguments.out.read_text())
+    for engine, keys in (("vllm", ("eager", "batch")), ("transformers", ("model", "batch"))):
+        path = getattr(arguments, engine)
+        again = {tuple(one[key] for key in keys): one for one in json.loads(path.read_text())} if path else {}
+        old = {tuple(one[key] for key in keys): one for one in found[engine]}
+        for case, one in again.items():
+            if engine == "vllm":
+                assert case in old, f"no tokens were compared in {case}: run `engines.py all`"
+                one = {**one, "tokens": old[case]["tokens"]}
+            old[case] = one
+        found[engine] = list(old.values())
+    if arguments.missing is not None:
+        found["what is missing"] = arguments.missing
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("all", run_all), ("transformers", run_transformers), ("vllm", run_vllm)):
+    functions = {"all": run_all, "transformers": run_transformers, "vllm": run_vllm, "merge": run_merge}
+    for name, function in functions.items():
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("--out", type=Path, required=True)
@@ -280,6 +326,11 @@ def main() -> None:
             command.add_argument("--plugin", type=int, default=1)
         if name == "transformers":
             command.add_argument("--small", action="store_true")
+            command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+        if name == "merge":
+            command.add_argument("--vllm", type=Path)
+            command.add_argument("--transformers", type=Path)
+            command.add_argument("--missing", help="what the file says of what it does not hold")
     arguments = parser.parse_args()
     arguments.function(arguments)
 

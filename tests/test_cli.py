@@ -19,6 +19,7 @@ import torch
 from lowbatch_lmhead import TunedHead, TuningReport, backends, cli, cli_cache, devices, objects, testing
 from lowbatch_lmhead.backends import flashinfer
 from lowbatch_lmhead.backends.compiling import object_key
+from lowbatch_lmhead.backends.hopper_stream import HopperStream
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 from lowbatch_lmhead.plan import Plan, PlanKey
 from lowbatch_lmhead.tuning import cache, search, tune
@@ -157,7 +158,7 @@ def test_doctor_with_gpus(capsys, monkeypatch):
         report = json.loads(run(capsys, "doctor", "--json").out)
     finally:
         devices._cuda_architecture.cache_clear()
-    assert "compute capability 9.0: sm_90a, kernels serve up to 16 rows" in out
+    assert "compute capability 9.0: sm_90a, kernels serve up to 64 rows" in out
     assert "compute capability 7.5: no architecture that a kernel is made for" in out
     runs = {backend["name"]: backend for backend in report["backends"]}
     assert runs["flashinfer warp split-K"]["runs_here"]
@@ -186,17 +187,18 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     ]
     known = {line.split()[0]: line for line in lines if line.startswith("  sm_")}
     assert list(known) == list(devices.ARCHITECTURES)
-    assert known["sm_90a"].split(maxsplit=1)[1] == "default GEMM"
-    assert "because kernels serve up to 16 rows on sm_90a" in lines[lines.index(known["sm_90a"]) + 1]
+    assert "hopper stream (64x24x128" in known["sm_90a"]
+    assert known["sm_120a"].split(maxsplit=1)[1] == "default GEMM"
+    assert "because kernels serve up to 16 rows on sm_120a" in lines[lines.index(known["sm_120a"]) + 1]
     assert "flashinfer warp split-K (32x32x256" in known["sm_100a"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--hidden", "576", "--rows", "4"], "flashinfer warp split-K: hidden 576 is not a multiple of 128"),
+        (["--hidden", "580", "--rows", "4"], "flashinfer warp split-K: hidden 580 is not a multiple of 128"),
         (["--hidden", "1024", "--rows", "33"], "kernels serve up to 32 rows on sm_100a"),
-        (["--hidden", "1024", "--rows", "4", "--dtype", "float16"], "x is float16; it takes bfloat16"),
+        (["--hidden", "1024", "--rows", "4", "--dtype", "float32"], "x is float32; it takes bfloat16 or float16"),
     ],
 )
 def test_explain_says_why_not(capsys, arguments, reason):
@@ -228,16 +230,18 @@ def test_compile_writes_what_serving_finds(capsys, monkeypatch, tmp_path):
     tmp_path.chmod(0o700)
     done = run(capsys, "compile", "--arch", "sm_90a", *HEAD, "--out", str(folder))
     assert done.status == 0
-    rows = [line.split() for line in done.out.splitlines() if "flashinfer warp split-K" in line]
-    assert [(row[0], row[row.index("sm_90a")]) for row in rows] == [("1-8", "sm_90a"), ("9-16", "sm_90a")]
-    assert "17+ rows: default GEMM\n    because kernels serve up to 16 rows on sm_90a" in done.out
-    assert "2 kernels written" in done.out
+    rows = [line.split("  ") for line in done.out.splitlines() if " sm_90a " in line]
+    names = ["flashinfer warp split-K", *["hopper stream"] * 5]
+    assert [row[1] for row in rows] == ["1-8", "9-16", "17-24", "25-32", "33-48", "49-64"]
+    assert all(name in row for name, row in zip(names, rows))
+    assert "65+ rows: default GEMM\n    because kernels serve up to 64 rows on sm_90a" in done.out
+    assert "6 kernels written" in done.out
     assert f"export LOWBATCH_LMHEAD_OBJECTS={folder}\n" in done.out
     assert folder.stat().st_mode & 0o777 == 0o755
 
     monkeypatch.setenv("LOWBATCH_LMHEAD_OBJECTS", str(folder))
     keys = [json.loads(path.read_bytes())["key"] for path in folder.glob("*.json")]
-    assert len(keys) == 2
+    assert len(keys) == 6
     if objects.distrust(folder) is None:
         assert all(objects.find(key).parent == folder for key in keys)
     else:  # the temporary folder lies where others can write
@@ -264,8 +268,8 @@ def test_compile_all_backends(capsys):
     done = run(capsys, "compile", "--arch", "sm_100a", *HEAD, "--rows", "1", "--all-backends")
     assert done.status == 0
     names = [line for line in done.out.splitlines() if " sm_100a " in line]
-    assert [name.split("  ")[1] for name in names] == ["1", "(1)", "(1)"]
-    assert all(backend in done.out for backend in ("warp split-K", "cluster split-K", "direct"))
+    assert [name.split("  ")[1] for name in names] == ["1", "(1)", "(1)", "(1)"]
+    assert all(backend in done.out for backend in ("warp split-K", "cluster split-K", "stream", "direct"))
     assert "in brackets" in done.out
 
 
@@ -285,13 +289,14 @@ def test_compile_what_autotune_measures(capsys, tmp_path):
 
 
 def test_compile_of_a_head_that_is_not_served(capsys):
-    done = run(capsys, "compile", "--arch", "sm_90a", "--vocab", "49152", "--hidden", "576")
+    done = run(capsys, "compile", "--arch", "sm_90a", "--vocab", "49152", "--hidden", "580")
     assert done.status == 1
     assert (
-        "  1-3 rows: default GEMM\n    because flashinfer warp split-K: hidden 576 is not a multiple of 128" in done.out
+        "  1-3 rows: default GEMM\n    because flashinfer warp split-K: hidden 580 is not a multiple of 128" in done.out
     )
-    assert "  4-16 rows: default GEMM" in done.out
-    assert "17+" not in done.out
+    assert "  4-32 rows: default GEMM" in done.out
+    assert "  33-64 rows: default GEMM" in done.out
+    assert "65+" not in done.out
     assert "    because flashinfer direct: it takes up to 3 rows" in done.out
     assert "1 of 1 heads are not served on sm_90a" in done.err
 
@@ -314,6 +319,7 @@ def fake_builds(monkeypatch):
 
     kernel = SimpleNamespace(name="k", arch="sm_90a", registers=None)
     monkeypatch.setattr(WarpSplitK, "build", build)
+    monkeypatch.setattr(HopperStream, "build", build)
     monkeypatch.setattr(cli.elf, "kernels", lambda library: [kernel])
     monkeypatch.setattr(flashinfer, "unusable", lambda: None)
     return kernel
@@ -323,9 +329,9 @@ def fake_builds(monkeypatch):
 def test_a_failing_kernel_leaves_the_others_their_turn(capsys):
     done = run(capsys, "compile", "--arch", "sm_90a", *HEAD, "--model", "qwen3-0.6b")
     assert done.status == 1
-    assert done.out.count("FAILED: RuntimeError: ptxas fell over") == 2
+    assert done.out.count("FAILED: RuntimeError: ptxas fell over") == 10
     assert done.out.count("  sm_90a      unknown") == 2
-    assert "2 of 4 kernels failed" in done.err
+    assert "10 of 12 kernels failed" in done.err
 
 
 def test_a_kernel_for_another_architecture_fails(capsys, fake_builds):

@@ -235,23 +235,29 @@ def test_package_versions(name, least, below, version, reason, versions, sm90):
         assert (decision.taken, decision.backend) == (True, "flashinfer warp split-K")
         return
     reason = reason.format(**words)
-    assert decision.reasons == (f"flashinfer warp split-K: {reason}", f"flashinfer direct: {reason}")
+    names = ("flashinfer warp split-K", "hopper stream", "stream", "flashinfer direct")
+    assert decision.reasons == tuple(f"{name}: {reason}" for name in names)
     assert_close(project(head, x), exact(x, head.weight))
 
 
 def test_installed_packages_are_usable():
     assert flashinfer.unusable() is None
     able, _ = candidates(Problem(1024, 512, 1, torch.bfloat16, torch.bfloat16, False, "sm_90a"))
-    assert [backend.name for backend in able] == ["flashinfer warp split-K", "flashinfer direct"]
+    assert [backend.name for backend in able] == [
+        "flashinfer warp split-K",
+        "hopper stream",
+        "stream",
+        "flashinfer direct",
+    ]
 
 
 def test_reasons_of_backends_that_are_passed_over(sm90):
     decision = explain(linear(vocab=8, hidden=256), inputs(1, hidden=256))
     assert decision.taken
-    assert decision.backend == "flashinfer direct"
+    assert decision.backend == "hopper stream"
     assert decision.reasons == ("flashinfer warp split-K: vocab 8 is less than one tile of 16",)
     assert str(decision) == (
-        f"1 row: flashinfer direct ({decision.tactic}), not compiled yet\n"
+        f"1 row: hopper stream ({decision.tactic}), not compiled yet\n"
         "  not flashinfer warp split-K: vocab 8 is less than one tile of 16"
     )
 

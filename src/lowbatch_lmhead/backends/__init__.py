@@ -41,8 +41,15 @@ def candidates(problem: Problem) -> tuple[list[Backend], list[str]]:
             able.append(backend)
         else:
             reasons.append(f"{backend.name}: {reason}")
-    able.sort(key=lambda backend: not (hasattr(backend, "first") and backend.first(problem)))
+    able.sort(key=lambda backend: not _asks_to_be_first(backend, problem))
     return able, reasons
+
+
+def _asks_to_be_first(backend: Backend, problem: Problem) -> bool:
+    try:
+        return hasattr(backend, "first") and bool(backend.first(problem))
+    except Exception:  # as in ``candidates``
+        return False
 
 
 def in_line(

@@ -199,7 +199,8 @@ def test_tuned_and_untuned_are_two_plans(capsys, tmp_path):
         assert bench(capsys, *HEAD, "--rows", "2", "--out", tmp_path).status == 0
     found = by_name(kept(tmp_path)[0])
     assert found["project, untuned"]["note"].startswith("reference")
-    assert found["project, untuned"]["us"] > 2000 > found["project, tuned"]["us"]
+    assert found["project, untuned"]["us"] > 2000  # which Slow waits in each call
+    assert found["project, untuned"]["us"] > found["project, tuned"]["us"]  # also on a machine that is busy
 
 
 def test_torch_compile_is_measured_where_it_is_asked_for(capsys, monkeypatch, tmp_path):

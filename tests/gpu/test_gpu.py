@@ -24,8 +24,8 @@ from lowbatch_lmhead.backends import Problem
 
 pytestmark = pytest.mark.gpu
 
-BF16, F32 = torch.bfloat16, torch.float32
-LIMIT = {BF16: 2.5e-3, F32: 1e-5}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LIMIT = {BF16: 2.5e-3, F16: 4e-4, F32: 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -388,10 +388,10 @@ def test_changed_weights():
     same()
     head.weight = nn.Parameter(torch.randn(2000, 1024, device="cuda", dtype=BF16))
     same()
-    head.weight = nn.Parameter(torch.randn(4001, 1024, device="cuda", dtype=torch.float16))
+    head.weight = nn.Parameter(torch.randn(4001, 1024, device="cuda", dtype=F16))
     expected = reference(x.half(), head.weight)
-    assert error(bound(x.half()), expected) < 1e-3
-    assert not lowbatch_lmhead.applies(head, x.half())
+    check(bound(x.half()), expected, F16)
+    assert lowbatch_lmhead.explain(head, x.half()).backend == "hopper stream"
     with pytest.raises(ValueError, match="float16"):
         bound(x)
     head.to("cpu")
@@ -453,7 +453,21 @@ def test_opcheck():
     torch.library.opcheck(ops.project_out_op, (x, weight, bias, out, None))
 
 
-def test_autocast_and_float16_are_left_to_the_default():
+@pytest.mark.parametrize("out_dtype", [F16, F32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_float16(bias, out_dtype):
+    head = nn.Linear(1032, 4001, bias=bias, device="cuda", dtype=F16)
+    asked = None if out_dtype is F16 else F32
+    x = torch.randn(64, 1032, device="cuda", dtype=F16)
+    for rows in (1, 8, 9, 17, 33, 64):
+        out = torch.full((rows, 4001), float("nan"), device="cuda", dtype=out_dtype)
+        assert lowbatch_lmhead.project(head, x[:rows], out=out, out_dtype=asked) is out
+        check(out, reference(x[:rows], head.weight, head.bias), out_dtype)
+        decision = lowbatch_lmhead.explain(head, x[:rows], out_dtype=asked)
+        assert (decision.backend, decision.prepared) == ("hopper stream", True), decision
+
+
+def test_autocast_and_what_no_kernel_takes_are_left_to_the_default():
     head = nn.Linear(1024, 512, device="cuda", dtype=F32)
     x = torch.randn(4, 1024, device="cuda")
     with torch.autocast("cuda", BF16):
@@ -461,9 +475,12 @@ def test_autocast_and_float16_are_left_to_the_default():
         assert got.dtype is BF16
         assert torch.equal(got, head(x))
         assert "autocast" in str(lowbatch_lmhead.explain(head, x))
-    half = nn.Linear(1024, 512, device="cuda", dtype=torch.float16)
-    assert "float16" in str(lowbatch_lmhead.explain(half, x.half()))
-    assert torch.equal(lowbatch_lmhead.project(half, x.half()), half(x.half()))
+    odd = nn.Linear(1028, 512, device="cuda", dtype=BF16)
+    for left, given, reason in ((head, x, "x is float32"), (odd, x.new_ones(4, 1028).to(BF16), "hidden 1028 is not")):
+        decision = lowbatch_lmhead.explain(left, given)
+        assert not decision.taken
+        assert reason in str(decision)
+        assert torch.equal(lowbatch_lmhead.project(left, given), left(given))
 
 
 def test_missing_flashinfer(monkeypatch, caplog):

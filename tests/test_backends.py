@@ -100,17 +100,34 @@ def test_candidates_are_those_of_the_architecture():
 
 
 def test_hopper_stream_comes_first_beyond_8_rows():
-    for rows in (1, 8, 9, 32):
-        able, _ = backends.candidates(problem(rows=rows))
-        assert able[0] is (WARP if rows <= 8 else HOPPER)
-        assert WARP in able
-    assert [backend.name for backend in backends.candidates(problem(rows=64))[0]] == [HOPPER.name, STREAM.name]
+    for rows in range(1, 65):
+        for change in ({}, {"has_bias": True}, {"out_dtype": FP32}):
+            able, _ = backends.candidates(problem(rows=rows, **change))
+            others = [WARP, STREAM] if rows <= warp_splitk.MAX_ROWS else [STREAM]
+            expected = [WARP, HOPPER, STREAM] if rows <= 8 else [HOPPER, *others]
+            assert [backend for backend in able if backend is not DIRECT] == expected
+    assert backends.candidates(problem(rows=4, hidden=576))[0] == [HOPPER, STREAM]
 
 
 def test_a_backend_that_cannot_be_asked_whether_it_is_first_is_not(monkeypatch):
     monkeypatch.setattr(type(HOPPER), "first", lambda self, problem: 1 / 0)
+    able, reasons = backends.candidates(problem(rows=9))
+    assert able == [WARP, HOPPER, STREAM]
+    assert [reason.split(": ")[0] for reason in reasons] == [DIRECT.name]
+    monkeypatch.delattr(type(HOPPER), "first")
     able, _ = backends.candidates(problem(rows=9))
-    assert able[:2] == [WARP, HOPPER]
+    assert able == [WARP, HOPPER, STREAM]
+
+
+def test_rows_that_are_served_unmeasured():
+    assert {arch: devices.untuned_rows(arch) for arch in devices.ARCHITECTURES} == {
+        "sm_90a": 64, "sm_100a": 32, "sm_103a": 32, "sm_120a": 16,
+    }  # fmt: skip
+    for rows in range(1, 65):
+        given = problem(rows=rows)
+        found, _ = backends.in_line(given, lambda backend, given=given: backend.tactics(given))
+        assert found[0][0] is (WARP if rows <= 8 else HOPPER)
+        assert (STREAM in [backend for backend, _ in found]) is (rows <= 16)
 
 
 @pytest.mark.parametrize("backend", [HOPPER, STREAM], ids=lambda backend: backend.name)

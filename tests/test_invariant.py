@@ -13,7 +13,7 @@ from torch import nn
 import lowbatch_lmhead
 from lowbatch_lmhead import applies, bind, explain, project, testing, warmup
 from lowbatch_lmhead.backends import Launch
-from lowbatch_lmhead.plan import plan_for
+from lowbatch_lmhead.plan import INVARIANT_ROWS, InvariantPlan, PlanKey, plan_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -346,6 +346,28 @@ def test_a_backend_that_does_not_take_every_row_count_serves_none():
         project(head, x, batch_invariant=True)
         assert not backend.compiled
         assert explain(head, x, batch_invariant=True).reasons == before.reasons
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "out_dtype", "bias"),
+    [(8, BF16, BF16, False), (576, BF16, FP32, True), (4096, FP16, FP16, True), (12288, FP16, FP32, False)],
+)
+def test_on_sm90_two_kernels_serve_every_row_count_in_one_order(hidden, dtype, out_dtype, bias):
+    plan = InvariantPlan(PlanKey(torch.device("meta"), 49155, hidden, dtype, out_dtype, bias, True), "sm_90a")
+    assert plan.max_rows == INVARIANT_ROWS == 64
+    seen = {"hopper stream": [], "stream": []}
+    for rows in range(1, 65):
+        in_line, reasons = plan._in_line(rows)
+        assert [backend.name for backend, _ in in_line] == ["hopper stream", "stream"]
+        for backend, tactic in in_line:
+            seen[backend.name].append(tactic)
+        backend, tactic, against = plan.first_choice(rows)
+        assert (backend, tactic, against) == ("hopper stream", str(in_line[0][1]), tuple(reasons))
+        assert {reason.split(":")[0] for reason in reasons} == {"flashinfer warp split-K", "flashinfer direct"}
+    # What the order of additions depends on; the rest of a tactic follows the number of rows.
+    assert len({tactic.k_tile for tactic in seen["hopper stream"]}) == 1
+    assert len({(tactic.k_tile, tactic.warps_k) for tactic in seen["stream"]}) == 1
+    assert all(len(set(tactics)) > 1 for tactics in seen.values())
 
 
 @pytest.mark.parametrize("name", ["tactics", "invariant_tactic", "autotune_tactics", "supports"])

@@ -1,7 +1,7 @@
 """FlashInfer's direct kernel: each CTA computes one or more logits from the whole hidden dimension in registers.
 
 It takes every vocabulary, and reads the weight again for each group of rows. On an H200 it equals the warp split-K
-kernel at one row; here it serves one to three rows where that kernel cannot (vocabularies below one tile).
+kernel at one row. It serves one to three rows where ``autotune`` chose it, or where the kernels before it failed.
 """
 
 from __future__ import annotations

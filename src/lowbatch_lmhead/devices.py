@@ -32,6 +32,7 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
+        # The default tactics took at most 1.005 of F.linear's time on an H200, up to 64 rows (results/h200/kernel.json).
         Architecture("sm_90a", 227 * KB, 228 * KB, untuned_rows=64),
         Architecture("sm_100a", 227 * KB, 228 * KB, untuned_rows=32),
         Architecture("sm_103a", 227 * KB, 228 * KB, untuned_rows=32),

@@ -81,8 +81,7 @@ class Plan:
 
     def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
         """(backend, tactic) of what may serve ``rows``, first choice first; and why other backends may not."""
-        problem = self.problem(rows)
-        return backends.in_line(problem, lambda backend: backend.tactics(problem))
+        return backends.untuned(self.problem(rows))
 
     def prepare(
         self,
@@ -100,12 +99,22 @@ class Plan:
         with self._lock:
             entry = self.entries[rows]
             if entry is None:
-                entry, settled = self._choose(rows, weight, bias, [] if references is None else references, compile_)
-                if not settled:
-                    return entry
-                serves = _served(entry)
-                self.entries[rows], self.table[rows] = entry, serves  # in one: an interruption comes before or after
+                entry = self._prepare(rows, weight, bias, [] if references is None else references, compile_)
             return entry
+
+    def _prepare(
+        self,
+        rows: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        references: list[verify.Reference],
+        compile_: Compile | None,
+    ) -> Entry:
+        entry, settled = self._choose(rows, weight, bias, references, compile_)
+        if settled:
+            serves = _served(entry)
+            self.entries[rows], self.table[rows] = entry, serves  # in one: an interruption comes before or after
+        return entry
 
     def _choose(
         self,
@@ -246,34 +255,30 @@ class InvariantPlan(Plan):
     def _in_line(self, rows: int) -> tuple[list[tuple[backends.Backend, Any]], list[str]]:
         return [(backend, tactics[rows]) for backend, tactics in self._tactics], list(self._against)
 
-    def prepare(
+    def _prepare(
         self,
         rows: int,
         weight: Tensor,
         bias: Tensor | None,
-        references: list[verify.Reference] | None = None,
-        compile_: Compile | None = None,
+        references: list[verify.Reference],
+        compile_: Compile | None,
     ) -> Entry:
-        """Prepare every row count, at once where that was done before."""
-        with self._lock:
-            entry = self.entries[rows]
-            if entry is None:
-                references = [] if references is None else references
-                reasons = list(self._against)
-                for backend, tactics in self._tactics:
-                    try:
-                        launches = self._launches(backend, tactics, weight, bias, references, compile_)
-                    except PASSING as error:
-                        return _for_now(reasons, backend, "every row count", error)
-                    if isinstance(launches, dict):
-                        self.adopt({r: Entry(launch, tuple(reasons)) for r, launch in launches.items()})
-                        break
-                    reasons.append(launches)
-                else:
-                    self.adopt(dict.fromkeys(range(1, self.max_rows + 1), Entry(None, tuple(reasons))))
-                entry = self.entries[rows]
-                assert entry is not None
-            return entry
+        """Prepare every row count."""
+        reasons = list(self._against)
+        for backend, tactics in self._tactics:
+            try:
+                launches = self._launches(backend, tactics, weight, bias, references, compile_)
+            except PASSING as error:
+                return _for_now(reasons, backend, "every row count", error)
+            if isinstance(launches, dict):
+                self.adopt({r: Entry(launch, tuple(reasons)) for r, launch in launches.items()})
+                break
+            reasons.append(launches)
+        else:
+            self.adopt(dict.fromkeys(range(1, self.max_rows + 1), Entry(None, tuple(reasons))))
+        entry = self.entries[rows]
+        assert entry is not None
+        return entry
 
     def _launches(
         self,

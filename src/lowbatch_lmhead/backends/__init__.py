@@ -66,4 +66,9 @@ def in_line(
     return found, reasons
 
 
-__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "in_line", "kernels"]
+def untuned(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:
+    """(backend, tactic) of what may serve ``problem`` unmeasured, first choice first; and why other backends may not."""
+    return in_line(problem, lambda backend: backend.tactics(problem))
+
+
+__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "in_line", "kernels", "untuned"]

@@ -131,7 +131,7 @@ def unmeasured(plan: Plan, max_rows: int) -> dict[int, tuple[Backend, Problem, A
     found = {}
     for rows in range(max_rows + 1, plan.max_rows + 1):
         problem = plan.problem(rows)
-        in_line, _ = backends.in_line(problem, lambda backend: backend.tactics(problem))  # noqa: B023 (called at once)
+        in_line, _ = backends.untuned(problem)
         if in_line:
             backend, tactic = in_line[0]
             found[rows] = (backend, problem, tactic)
@@ -313,8 +313,7 @@ class Search:
         return self._untuned(rows) if rows <= devices.untuned_rows(self._plan.arch) else None
 
     def _untuned(self, rows: int) -> Option | None:
-        problem = self._plan.problem(rows)
-        found, _ = backends.in_line(problem, lambda backend: backend.tactics(problem))
+        found, _ = backends.untuned(self._plan.problem(rows))
         able = (Option(backend, tactic) for backend, tactic in found)
         return next((option for option in able if option.name not in self._wrong), None)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +21,18 @@ VOCAB, HIDDEN = 100, 64
 
 # The largest norm(y - exact) / norm(exact) for logits of this dtype.
 CLOSE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4, torch.float32: 1e-5, torch.float64: 1e-14}
+
+
+def load_script(path: Path) -> ModuleType:
+    """A Python file that belongs to no package, as a module."""
+    name = f"script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
 
 
 def pytest_collection_modifyitems(items):

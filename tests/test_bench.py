@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Counting, python
+from conftest import ROOT, Counting, load_script, python
 
 from lowbatch_lmhead import cli, cli_bench, plan, testing
 from lowbatch_lmhead.benching import competitors, measure, results
@@ -501,10 +501,7 @@ def decode_tail(monkeypatch):
         pytest.skip("the benchmarks are not part of this distribution")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = set(sys.modules)
-    spec = importlib.util.spec_from_file_location("decode_tail", BENCHMARKS / "decode_tail.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load_script(BENCHMARKS / "decode_tail.py")
     for name in set(sys.modules) - names:  # its neighbours have common names
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from conftest import load_script
 from torch import Tensor
 
 import lowbatch_lmhead
@@ -22,17 +21,7 @@ QUESTION = "What is the capital of France?"
 TOKENS = 8
 
 
-def _import_demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", Path(__file__).parents[1] / "examples" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = _import_demo()
+demo = load_script(Path(__file__).parents[1] / "examples" / "demo.py")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import json
 import operator
@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 import lowbatch_lmhead
 from lowbatch_lmhead import backends, devices, testing
@@ -240,10 +240,7 @@ def test_coverage_is_up_to_date():
     """``python docs/coverage.py`` writes it."""
     if flashinfer.unusable():
         pytest.skip(flashinfer.unusable())
-    spec = importlib.util.spec_from_file_location("docs_coverage", DOCS / "coverage.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert TEXTS[DOCS / "coverage.md"] == module.page()
+    assert TEXTS[DOCS / "coverage.md"] == load_script(DOCS / "coverage.py").page()
 
 
 def test_every_backend_is_in_the_table_of_backends():

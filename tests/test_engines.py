@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from lowbatch_lmhead import elf
 from lowbatch_lmhead.backends import Problem, flashinfer, hopper_stream, stream
@@ -21,14 +20,7 @@ if not SCRIPT.exists():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("engines", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-engines = load()
+engines = load_script(SCRIPT)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

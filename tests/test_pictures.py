@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 SCRIPT = ROOT / "benchmarks" / "pictures.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("pictures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = load()
+pictures = load_script(SCRIPT)
 
 
 def result(name):

@@ -218,7 +218,7 @@ class TestMistake:
 
     @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("row", [0, 1])
-    @pytest.mark.parametrize("column", [0, 1, 1000, VOCAB // 2, VOCAB - 1])
+    @pytest.mark.parametrize("column", [0, 1, 1000, 65535, 65536, VOCAB // 2, VOCAB - 1])
     @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "off"])
     def test_one_wrong_logit(self, out_dtype, row, column, wrong, weight):
         # A hundredth of a logit's standard deviation, beside bfloat16's rounding of the logit.

@@ -113,14 +113,14 @@ def problem(head: dict[str, Any], rows: int, out_dtype: torch.dtype) -> Problem:
 
 def our_launches(problem: Problem, which: str) -> Iterator[tuple[Any, Any, bool]]:
     """(backend, tactic, whether it is the default) of our kernels."""
-    served = True  # by the first that takes the head
+    is_first = True  # of those that take the head: it serves it untuned
     for backend in OURS:
         if problem.arch in backend.architectures and backend.supports(problem) is None:
-            default = backend.tactics(problem)[:1] if served else []
+            default = backend.tactics(problem)[:1] if is_first else []
             tactics = backend.autotune_tactics(problem) if which == "autotune" else []
             for tactic in dict.fromkeys([*default, *tactics]):
                 yield backend, tactic, tactic in default
-            served = False
+            is_first = False
 
 
 def flashinfer_launches(problem: Problem) -> Iterator[tuple[Any, Any, bool]]:

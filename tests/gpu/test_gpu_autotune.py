@@ -60,7 +60,8 @@ def check(head, rows, dtype=BF16):
 @pytest.mark.parametrize(("vocab", "hidden", "bias"), [(32000, 2048, False), (20001, 1024, True)])
 def test_every_row_count_is_right(vocab, hidden, bias, dtype):
     head = make(vocab, hidden, bias)
-    (found,) = autotune(head, out_dtype=None if dtype is BF16 else dtype, cache=False).heads
+    # Long enough for a GPU that other tests share: where a budget ends, rows are left unmeasured.
+    (found,) = autotune(head, out_dtype=None if dtype is BF16 else dtype, cache=False, budget_s=600).heads
     assert found.source == "measured"
     assert [row.rows for row in found.rows] == list(range(1, 33))
     for row in found.rows:

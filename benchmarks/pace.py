@@ -1,0 +1,138 @@
+"""What the GPU did just before a launch, and what that does to its time.
+
+    python benchmarks/pace.py --out benchmarks/results/h200/pace.json [--objects DIR]
+
+Each launch (hopper stream's default, F.linear or for float32 logits torch.mm with out_dtype, and a plain read of the weight)
+is timed as a graph of about 2.5 ms in three ways: ``itself``: replay after replay, as a benchmark does; ``reading``: after
+20 ms of plain reads, as memory-bound work precedes the head in a decode step; ``idle``: after 30 ms of nothing. ``us`` is
+the median; ``clock_mhz`` and ``power_w`` are what nvidia-smi says in the middle of it (not for ``idle``, when nothing would
+run). ``limit_us``: the bytes of weight, x and logits at the speed of the plain read in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+import timing
+import torch
+from tuned import default
+
+from lowbatch_lmhead.backends import Problem, hopper_stream
+from lowbatch_lmhead.tuning import limit
+
+HEADS = {"llama-3.1-8b": (128256, 4096), "qwen3-0.6b": (151936, 1024)}
+CASES = ((1, torch.bfloat16), (8, torch.bfloat16), (16, torch.bfloat16), (32, torch.bfloat16), (64, torch.bfloat16),
+         (64, torch.float32))  # fmt: skip
+REPLAYS = 20
+READING_S, IDLE_S = 0.02, 0.03
+QUEUED = {"itself": 300, "reading": 40}
+WARM_S = 0.4  # of the same work, before the first time is taken
+
+
+class Paced:
+    """A graph of one launch, replayed after something else."""
+
+    def __init__(self, call: Callable[[torch.Tensor], object], weights: list[torch.Tensor], before: Any) -> None:
+        us = weights[0].nbytes / 4e6
+        self.launches = max(4, len(weights), round(timing.GRAPH_US / us))
+        self.graph = timing.capture(call, weights, self.launches)
+        self.before = before
+        self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def one(self, way: str) -> float:
+        if way == "reading":
+            self.before()
+        elif way == "idle":
+            torch.cuda.synchronize()
+            time.sleep(IDLE_S)
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3 / self.launches
+
+    def measure(self, way: str) -> dict[str, float]:
+        warm = time.monotonic() + WARM_S
+        while time.monotonic() < warm:
+            self.one(way)
+        us = statistics.median(self.one(way) for _ in range(REPLAYS))
+        found = {"us": round(us, 2)}
+        if way != "idle":
+            for _ in range(QUEUED[way]):  # work for as long as nvidia-smi takes, and longer
+                if way == "reading":
+                    self.before()
+                self.graph.replay()
+            found |= said()
+            torch.cuda.synchronize()
+        return found
+
+
+def said() -> dict[str, float]:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--id=0"]
+    clock, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+    return {"clock_mhz": float(clock), "power_w": float(power)}
+
+
+def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
+    weights = timing.weight_copies(vocab, hidden)
+    readers = limit.readers(weights[0])
+    times = timing.gpu_us(readers, weights, rounds=5)
+    reader = readers[times.index(min(times))]
+    reading = timing.capture(reader, weights, max(1, round(READING_S * 1e6 / min(times))))
+    before = reading.replay
+    read = {way: Paced(reader, weights, before).measure(way) for way in ("itself", "reading", "idle")}
+    found = []
+    for rows, out_dtype in CASES:
+        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(rows, vocab, device="cuda", dtype=out_dtype)
+        problem = Problem(vocab, hidden, rows, torch.bfloat16, out_dtype, False, "sm_90a")
+        (tactic,) = hopper_stream.HopperStream().tactics(problem)
+        launch, linear = hopper_stream.HopperStream().compile(problem, tactic).call, default(out_dtype)
+        calls = {
+            "hopper stream": lambda w, launch=launch, x=x, out=out: launch(w, x, None, out),
+            "F.linear": lambda w, linear=linear, x=x: linear(w, x, None, None),
+        }
+        extra = (x.nbytes + out.nbytes) / weights[0].nbytes
+        row = {
+            "model": model,
+            "vocab": vocab,
+            "hidden": hidden,
+            "rows": rows,
+            "out_dtype": str(out_dtype).removeprefix("torch."),
+            "tactic": str(tactic),
+            "limit_us": {way: round(one["us"] * (1 + extra), 2) for way, one in read.items()},
+            "read": read,
+        }
+        for name, call in calls.items():
+            paced = Paced(call, weights, before)
+            row[name] = {way: paced.measure(way) for way in ("itself", "reading", "idle")}
+        found.append(row)
+        share = {way: round(row["limit_us"][way] / row["hopper stream"][way]["us"], 3) for way in read}
+        print(model, rows, row["out_dtype"], "of the limit:", share, json.dumps(row["hopper stream"]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--objects", type=Path)
+    arguments = parser.parse_args()
+    if arguments.objects:
+        os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
+    with torch.inference_mode():
+        rows = [row for model, shape in HEADS.items() for row in measure(model, *shape)]
+    text = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
+    arguments.out.write_text(text + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n")
+
+
+if __name__ == "__main__":
+    main()

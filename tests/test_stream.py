@@ -310,3 +310,37 @@ def test_what_autotune_measures_compiles(rows, module):
     backend = stream.Stream() if module is stream else hopper_stream.HopperStream()
     for tactic in module.autotune_tactics(problem)[1:]:
         built(backend, problem, tactic)
+
+
+@compiles
+@pytest.mark.parametrize("module", [stream, hopper_stream], ids=["stream", "hopper stream"])
+def test_an_early_launch_is_another_object_and_waits_in_the_kernel(module, monkeypatch):
+    from cutlass import cute
+
+    waits, wait = [], cute.arch.griddepcontrol_wait
+    monkeypatch.setattr(cute.arch, "griddepcontrol_wait", lambda: waits.append(wait()))
+    backend = stream.Stream() if module is stream else hopper_stream.HopperStream()
+    problem = usual(hidden=576)
+    tactic = module.default_tactic(problem)
+    usual_key, _ = backend.build(problem, tactic)
+    assert not waits
+    monkeypatch.setenv("LOWBATCH_LMHEAD_PDL", "1")
+    key, _ = backend.build(problem, tactic)
+    assert len(waits) == 1
+    assert key == usual_key | {"pdl": True}
+    if module is stream:  # which GPUs before SM90 run, too: they launch in order
+        older = dataclasses.replace(problem, arch="sm_89")
+        assert "pdl" not in backend.build(older, stream.default_tactic(older))[0]
+        assert len(waits) == 1
+
+
+@compiles
+@pytest.mark.parametrize("rows", [65, 96, 128])
+def test_what_autotune_measures_beyond_64_rows_compiles(rows):
+    for out_dtype in (BF16, FP32):
+        problem = usual(rows=rows, out_dtype=out_dtype)
+        tactics = hopper_stream.autotune_tactics(problem)
+        assert len(tactics) >= 3
+        assert all(rows <= tactic.token_tile for tactic in tactics)
+        built(hopper_stream.HopperStream(), problem, tactics[0])
+        built(hopper_stream.HopperStream(), problem, tactics[-1])

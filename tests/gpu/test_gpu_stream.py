@@ -109,8 +109,8 @@ def test_every_tactic_where_something_ends(kind, head):
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
 def test_every_row_count(kind, out_dtype):
     module, backend = kind
-    weight, whole, bias = make(3001, 1160, 64, bias=True)
-    for rows in range(1, 65):
+    weight, whole, bias = make(3001, 1160, 128, bias=True)
+    for rows in (*range(1, 66), 80, 96, 97, 127, 128):
         asked, x = problem(3001, 1160, rows, BF16, out_dtype, True), whole[:rows]
         tactic = module.default_tactic(asked)
         launch = backend.compile(asked, tactic)
@@ -118,6 +118,16 @@ def test_every_row_count(kind, out_dtype):
         launch.call(weight, x, bias, out)
         check(out, weight, x, bias, tactic)
         assert verify.Reference(weight, bias, rows).mistake(launch, weight, bias, rows, out_dtype) is None
+
+
+@pytest.mark.parametrize("rows", [90, 128])
+def test_every_tactic_for_more_than_64_rows(kind, rows):
+    _, backend = kind
+    weight, x, bias = make(1003, 2056, rows, bias=True)
+    for out_dtype in (BF16, FP32):
+        asked = problem(1003, 2056, rows, BF16, out_dtype, True)
+        for tactic in backend.autotune_tactics(asked):
+            check(run(backend, tactic, asked, weight, x, bias), weight, x, bias, tactic)
 
 
 def test_more_rows_than_a_tile_holds(kind):
@@ -196,6 +206,37 @@ def test_cuda_graph_and_streams(kind):
         launch(weight, x, None, out)
     torch.cuda.current_stream().wait_stream(side)
     check(out, weight, x, None, "side stream")
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_an_early_launch_waits_for_what_comes_before(kind, monkeypatch, in_graph):
+    """Programmatic dependent launch: x is written by the kernel in front, and overwritten by the one behind."""
+    module, backend = kind
+    weight, x, _ = make(4099, 1032, 12)
+    source, asked = torch.randn(40, 12, 1032, device="cuda", dtype=BF16), problem(4099, 1032, 12)
+    usual = backend.compile(asked, module.default_tactic(asked)).call
+    expected, found = (torch.full((40, 12, 4099), float("nan"), device="cuda", dtype=BF16) for _ in range(2))
+    for one, out in zip(source, expected):
+        usual(weight, one, None, out)
+    monkeypatch.setenv("LOWBATCH_LMHEAD_PDL", "1")
+    early = backend.compile(asked, module.default_tactic(asked)).call
+    early(weight, x, None, torch.empty_like(found[0]))
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        for one, out in zip(source, found):
+            x.copy_(one)
+            early(weight, x, None, out)
+            x.fill_(float("nan"))
+
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+    else:
+        work()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ kept (objects.py) and a process that finds its objects imports nothing.
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import elf, objects
+from .. import devices, elf, objects
 from .._version import __version__
 from ..log import logger
 from . import flashinfer
@@ -34,9 +35,19 @@ class WrongArchitecture(RuntimeError):
     """The compiler produced code for another architecture than it was asked for."""
 
 
+def launches_early(arch: str) -> bool:
+    """Whether the library's own kernels may be launched before the kernel in front of them has ended.
+
+    Programmatic dependent launch (``LOWBATCH_LMHEAD_PDL=1``), which SM90 brought. They wait for its end before they touch
+    memory, so what is won is the launch itself and the set-up of shared memory.
+    """
+    return os.environ.get("LOWBATCH_LMHEAD_PDL") == "1" and arch in devices.ARCHITECTURES
+
+
 def object_key(backend: str, problem: Problem, tactic: Any) -> dict[str, Any]:
     """All that a compiled object depends on. Row counts are not among them."""
-    return {
+    early = {"pdl": True} if launches_early(problem.arch) else {}
+    return early | {
         "backend": backend,
         "tactic": str(tactic),
         "arch": problem.arch,

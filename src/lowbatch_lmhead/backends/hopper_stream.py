@@ -19,11 +19,11 @@ import torch
 from .. import devices
 from . import flashinfer
 from .base import Problem, dtype_name
-from .compiling import CompiledBackend
+from .compiling import CompiledBackend, launches_early
 
 PANEL = 64  # columns that one copy brings: 128 bytes, the widest swizzle
 VOCAB_TILES = (64, 128, 192, 256)  # a copy brings 256 rows at the most
-TOKEN_TILES = (8, 16, 24, 32, 48, 64)
+TOKEN_TILES = (8, 16, 24, 32, 48, 64, 96, 128)
 K_TILES = (64, 128, 256)
 MAX_STAGES = 32
 MAX_SUMS = 64  # fp32 sums of a thread; it holds as many accumulators besides
@@ -131,7 +131,11 @@ Choice = tuple[int, int, int, int, bool, int]
 _FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
 _MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
 _MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1))
-AUTOTUNED: dict[int, tuple[Choice, ...]] = {8: _FEW, 16: _FEW, 24: _MIDDLE, 32: _MIDDLE, 48: _MANY, 64: _MANY}
+# Beyond 64 rows nothing serves unmeasured, and this list is an estimate.
+_MOST = ((64, 64, 1, 2, True, 2), (64, 64, 1, 2, True, 1), (64, 128, 1, 2, False, 1), (128, 64, 2, 1, True, 2))
+AUTOTUNED: dict[int, tuple[Choice, ...]] = {
+    8: _FEW, 16: _FEW, 24: _MIDDLE, 32: _MIDDLE, 48: _MANY, 64: _MANY, 96: _MOST, 128: _MOST,
+}  # fmt: skip
 
 
 def _distinct(problem: Problem, choices: Sequence[Choice]) -> list[Tactic]:
@@ -141,6 +145,8 @@ def _distinct(problem: Problem, choices: Sequence[Choice]) -> list[Tactic]:
 
 def _default_choice(problem: Problem) -> Choice:
     tokens = token_tile(problem.rows)
+    if tokens > 64:
+        return _MOST[0]
     if tokens >= 48 and problem.hidden < 1024:
         return (64, 64, 1, 2, True, 1)
     if tokens >= PAIRED_TOKENS:
@@ -226,7 +232,8 @@ class HopperStream(CompiledBackend):
         reason = invalid(tactic, arch)
         if reason:
             raise ValueError(reason)
-        return _kernel_class()(problem.vocab, problem.hidden, tactic, resident_ctas(tactic, arch))
+        early = launches_early(problem.arch)
+        return _kernel_class()(problem.vocab, problem.hidden, tactic, resident_ctas(tactic, arch), early)
 
 
 @functools.cache
@@ -243,7 +250,8 @@ def _kernel_class() -> Any:
     instruction_rows, instruction_k = 64, 16
 
     class StreamKernel:
-        def __init__(self, vocab: int, hidden: int, tactic: Tactic, residents: int) -> None:
+        def __init__(self, vocab: int, hidden: int, tactic: Tactic, residents: int, early: bool) -> None:
+            self.early = early
             self.vocab = vocab
             self.hidden = hidden
             self.residents = residents
@@ -298,6 +306,7 @@ def _kernel_class() -> Any:
                 stream=stream,
                 # Left alone, the compiler takes up to twice the registers that it needs, and one CTA fits instead of two.
                 min_blocks_per_mp=self.residents,
+                use_pdl=self.early,
                 preferred_smem_carveout=100,  # or the DSL asks the GPU at hand; an exported launch has it from the driver
             )
 
@@ -334,6 +343,8 @@ def _kernel_class() -> Any:
                         cute.arch.mbarrier_init(full + stage, 1)
                         cute.arch.mbarrier_init(empty + stage, self.cluster * self.groups * 4)
                 cute.arch.mbarrier_init_fence()
+            if cutlass.const_expr(self.early):
+                cute.arch.griddepcontrol_wait()
             if cutlass.const_expr(self.cluster == 1):
                 cute.arch.barrier()
             else:

@@ -25,7 +25,7 @@ import torch
 from .. import devices
 from . import flashinfer
 from .base import Problem, dtype_name
-from .compiling import CompiledBackend
+from .compiling import CompiledBackend, launches_early
 
 MAX_ROWS = 64
 UNTUNED_ROWS = 16
@@ -449,6 +449,7 @@ def _kernel_class() -> Any:
             vocab, hidden = problem.vocab, problem.hidden
             self.tactic, self.vocab, self.hidden, self.has_bias = tactic, vocab, hidden, problem.has_bias
             self.mma_type = "bf16" if problem.dtype is torch.bfloat16 else "f16"
+            self.early = launches_early(problem.arch)
             # A CTA that has the multiprocessor to itself may have its registers: left alone, ptxas saves them, and spills.
             self.alone = int(devices.limits(problem.arch).ctas(smem_bytes(tactic)) < 2)
             self.k_tiles = -(-hidden // tactic.k_tile)
@@ -463,6 +464,7 @@ def _kernel_class() -> Any:
                 block=(tactic.threads, 1, 1),
                 smem=smem_bytes(tactic),
                 min_blocks_per_mp=self.alone,
+                use_pdl=self.early,
                 stream=stream,
             )
 
@@ -478,6 +480,8 @@ def _kernel_class() -> Any:
             memory = cute.arch.get_dyn_smem(cutlass.Float32, alignment=128)
             ring = memory.toint()
 
+            if const_expr(self.early):
+                cute.arch.griddepcontrol_wait()
             loads = self.loads(weight, x, ring, thread, vocab_start, token_start, rows)
             first_target = loads[0][0]
             reads = self.reads(ring, lane, warp_m, warp_k)

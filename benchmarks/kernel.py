@@ -192,7 +192,7 @@ def estimated_seconds(head: dict[str, Any], arguments: argparse.Namespace) -> fl
     for out_dtype in DTYPES.values():
         for rows in sorted(arguments.rows, reverse=True):
             names = {f"{b.name} {t}" for b, t, _ in launches(problem(head, rows, out_dtype), arguments.tactics)}
-            block = next(size for size in (16, 32, 64) if rows <= size)
+            block = next(size for size in (16, 32, 64, 128) if rows <= size)
             names |= {f"triton {block} {index}" for index in range(20)} if arguments.triton else set()
             # About a quarter of what has been measured before is measured again.
             first = len({(name, out_dtype) for name in names} - seen)
@@ -200,7 +200,8 @@ def estimated_seconds(head: dict[str, Any], arguments: argparse.Namespace) -> fl
             seen |= {(name, out_dtype) for name in names}
             # Every second case is taken to be close to a target.
             rounds = 11 * (ROUNDS - 1) + 8 * (MOST_ROUNDS - ROUNDS) / 2
-            seconds += count * (2 * graph_s + 0.004) + rounds * graph_s + first * 0.008
+            timed = count + rounds
+            seconds += timed * (1 + arguments.reading) * graph_s + count * (graph_s + 0.004) + first * 0.008
     return seconds
 
 
@@ -303,7 +304,7 @@ class Head:
         vocab, hidden = self.weight.shape
         extra = rows * (hidden * 2 + vocab * out_dtype.itemsize) / self.weight.nbytes
         with timer.contest(rows, [entry.call for entry in entries]) as contest:
-            contested = Contested(entries, contest, rows, hidden, extra)
+            contested = Contested(entries, contest, rows, hidden, extra, self.arguments.reading)
         self.behind |= {(e.kind, e.tactic, out_dtype) for e in contested.left_out if e.kind not in ("read", "linear")}
         return {
             "model": self.head["model"],
@@ -327,14 +328,18 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 class Contested:
     """The rounds of one contest, and what came out of them."""
 
-    def __init__(self, entries: list[Entry], contest: Any, rows: int, hidden: int, extra: float) -> None:
+    def __init__(
+        self, entries: list[Entry], contest: Any, rows: int, hidden: int, extra: float, reading: int = 0
+    ) -> None:
         self.entries, self.rows, self.hidden, self.extra = entries, rows, hidden, extra
+        reader = next(index for index, entry in enumerate(entries) if entry.kind == "read")
+        self.before = [reader] * reading
         self.times: list[list[float]] = [[] for _ in entries]
         self.active = list(range(len(entries)))
         self.left_out: list[Entry] = []
         for done in range(1, MOST_ROUNDS + 1):
             turn = self.active if done % 2 else self.active[::-1]
-            for index, us in zip(turn, contest.round(turn)):
+            for index, us in zip(turn, self.timed(contest, turn)):
                 self.times[index].append(us)
             if done == 1:
                 kept = self.within(BEHIND, len(entries))
@@ -348,6 +353,12 @@ class Contested:
                 self.active = self.within(FINAL, 1)
             if done >= ROUNDS and not self.is_close():
                 break
+
+    def timed(self, contest: Any, turn: list[int]) -> list[float]:
+        """Microseconds of each of ``turn``, after as many graphs of plain reads as are asked for."""
+        step = len(self.before) + 1
+        times: list[float] = contest.round([one for index in turn for one in (*self.before, index)])
+        return times[step - 1 :: step]
 
     def us(self, index: int) -> float:
         return statistics.median(self.times[index])
@@ -468,6 +479,7 @@ def run(arguments: argparse.Namespace) -> None:
     found: dict[str, Any] = {"rows": [], "wrong": [], "host": None, "compiled in the run": 0}
     if arguments.resume and arguments.out.exists():
         found |= json.loads(arguments.out.read_text())
+    found["reading"] = arguments.reading
     measured = {row["model"] for row in found["rows"]}
     todo = [head for head in chosen_heads(arguments) if head["model"] not in measured]
     print(f"{len(todo)} heads, about {sum(estimated_seconds(head, arguments) for head in todo):.0f} s", flush=True)
@@ -501,6 +513,7 @@ def save(path: Path, found: dict[str, Any]) -> None:
     top = {
         "machine": found.get("machine") or machine.describe() | {"triton": triton_version()},
         "summary": summary(found["rows"]),
+        "graphs of plain reads before each timed one": found["reading"],
         "host": found["host"],
         # More than none: these times include no compiling, but the run took longer for it.
         "compiled in the run": found["compiled in the run"] + objects.counts.compiled,
@@ -526,7 +539,7 @@ def tell(head: dict[str, Any], rows: list[dict[str, Any]], seconds: float, total
 
 
 def group(rows: int) -> int:
-    return next(last for last in TARGETS if rows <= last)
+    return next((last for last in TARGETS if rows <= last), max(TARGETS))
 
 
 def target(rows: int, hidden: int) -> float:
@@ -554,7 +567,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     result = taken(rows)
     for first, (last, targets) in zip((1, 17, 33), TARGETS.items()):
         for name, is_wide, bound in ((f"hidden >= {WIDE}", True, targets[0]), (f"hidden < {WIDE}", False, targets[1])):
-            mine = [row for row in served if group(row["rows"]) == last and (row["hidden"] >= WIDE) == is_wide]
+            mine = [row for row in served if first <= row["rows"] <= last and (row["hidden"] >= WIDE) == is_wide]
             result[f"of the limit, above 200 MB, {name}, rows {first}-{last}"] = of_limit(mine, bound)
     return result | {
         "over the best of F.linear, FlashInfer and Triton": against(served, best_other),
@@ -667,6 +680,9 @@ def choices(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     command.add_argument("--tactics", choices=("default", "autotune"), default="autotune", help="of our kernels")
     command.add_argument("--no-triton", dest="triton", action="store_false")
+    command.add_argument(
+        "--reading", type=int, default=0, metavar="GRAPHS", help="of plain reads before each timed one (1.5 ms each)"
+    )
     command.add_argument("--part", type=int, default=0, help="of --parts that share the heads")
     command.add_argument("--parts", type=int, default=1)
     command.add_argument("--resume", action="store_true", help="leave out what is in --out")

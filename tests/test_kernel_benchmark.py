@@ -54,8 +54,16 @@ def test_reads_before_each_timed_launch(kernel, reading):
 def test_targets_end_at_64_rows(kernel):
     assert kernel.target(64, 4096) == 0.95
     row = {
-        **{"model": "a", "vocab": 100000, "hidden": 4096, "rows": 128, "out_dtype": "float32"},
-        **{"us": 100.0, "linear_us": 110.0, "flashinfer_us": None, "triton_us": None, "limit_us": 50.0},
+        "model": "a",
+        "vocab": 100000,
+        "hidden": 4096,
+        "rows": 128,
+        "out_dtype": "float32",
+        "us": 100.0,
+        "linear_us": 110.0,
+        "flashinfer_us": None,
+        "triton_us": None,
+        "limit_us": 50.0,
         **dict.fromkeys(("worst_rel_err", "last_rows_err", "linear_rel_err"), 1e-7),
     }
     figures = kernel.summary([row])

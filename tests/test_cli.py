@@ -208,6 +208,19 @@ def test_explain_says_why_not(capsys, arguments, reason):
     assert reason in done.out
 
 
+def test_explain_of_models_and_of_one_ranks_part(capsys):
+    models = ["--model", "llama-3.1-8b", "--model", "qwen3-0.6b"]
+    done = run(capsys, "explain", *models, "--tp", "8", "--rows", "4", "--arch", "sm_90a")
+    assert done.status == 0
+    heads = [line for line in done.out.splitlines() if " head, " in line]
+    assert heads == [
+        "llama-3.1-8b 16032x4096 head, bfloat16 to bfloat16, 4 rows",
+        "qwen3-0.6b 18992x1024 head, bfloat16 to bfloat16, 4 rows",
+    ]
+    assert done.out.count("\nsm_90a: ") == 2
+    assert "which head? Give --vocab and --hidden, or --model" in refused(capsys, "explain", "--rows", "4")
+
+
 def test_explain_says_what_was_passed_over(capsys):
     done = run(capsys, "explain", *HEAD, "--rows", "1", "--bias", "--arch", "sm_100a")
     assert "with a bias, 1 row\nsm_100a: flashinfer warp split-K" in done.out

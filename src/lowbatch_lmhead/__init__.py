@@ -1,4 +1,4 @@
-"""Fast LM-head projections for decoding: the logits of 1 to 32 rows at the cost of one read of the weight.
+"""Fast LM-head projections for decoding: the logits of a few rows at the cost of one read of the weight.
 
     import lowbatch_lmhead
 

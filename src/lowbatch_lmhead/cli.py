@@ -101,14 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor, parser=doctor)
 
     explain = commands.add_parser("explain", help="what would serve a projection, and why; nothing is compiled")
-    _add_size(explain, required=True)
+    _add_size(explain)
+    _add_model(explain)
+    _add_shard(explain)
     explain.add_argument("--rows", type=_size, required=True, metavar="M", help="rows of x, the batch of a decode step")
     _add_types(explain)
     explain.add_argument("--arch", choices=list(devices.ARCHITECTURES), help="instead of the GPU's that is here")
     explain.set_defaults(command=_explain, parser=explain)
 
     tune = commands.add_parser("tune", help="measure what serves a head fastest on this GPU, and keep it for autotune")
-    _add_size(tune, required=False)
+    _add_size(tune)
     _add_model(tune)
     _add_shard(tune)
     tune.add_argument("--rows", type=_rows, default=32, metavar="M", help="row counts 1 to M (32)")
@@ -120,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune, parser=tune)
 
     bench = commands.add_parser("bench", help="measure project beside F.linear and other libraries on this GPU")
-    _add_size(bench, required=False)
+    _add_size(bench)
     _add_model(bench)
     _add_shard(bench)
     cli_bench.add_options(bench)
@@ -128,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compile_ = commands.add_parser("compile", help="compile what warmup would prepare; needs no GPU")
     compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
-    _add_size(compile_, required=False)
+    _add_size(compile_)
     _add_model(compile_)
     _add_shard(compile_)
     compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
@@ -142,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_size(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("--vocab", type=_size, required=required, metavar="N", help="rows of the weight")
-    parser.add_argument("--hidden", type=_size, required=required, metavar="K", help="columns of the weight")
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vocab", type=_size, metavar="N", help="rows of the weight")
+    parser.add_argument("--hidden", type=_size, metavar="K", help="columns of the weight")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -464,11 +466,17 @@ def _gpu_line(gpu: Facts) -> str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    size, types = Size(args.vocab, args.hidden), _types(args)
-    print(f"{size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}")
+    types, sizes = _types(args), _sizes(args)
+    for name, size in sizes:
+        print(f"{name} {size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}".lstrip())
+        _explain_one(args, size, types)
+    return 0
+
+
+def _explain_one(args: argparse.Namespace, size: Size, types: Types) -> None:
     if args.arch:
         _print_decision(args.arch, gate.decide_rows(_paper_plan(args.arch, size, types), args.rows))
-        return 0
+        return
     device, where = _here()
     decision = _decide_here(device, size, types, args.rows)
     _print_decision(where, decision)
@@ -479,7 +487,6 @@ def _explain(args: argparse.Namespace) -> int:
             print(f"  {arch:<9} {_name(decision)}")
             for reason in () if decision.taken else decision.reasons:
                 print(f"  {'':<9} because {reason}")
-    return 0
 
 
 def _here() -> tuple[torch.device, str]:

@@ -468,7 +468,9 @@ def _gpu_line(gpu: Facts) -> str:
 def _explain(args: argparse.Namespace) -> int:
     types, sizes = _types(args), _sizes(args)
     for name, size in sizes:
-        print(f"{name} {size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}".lstrip())
+        print(
+            f"{name} {size.vocab}x{size.hidden} head, {types}, {args.rows} row{'' if args.rows == 1 else 's'}".lstrip()
+        )
         _explain_one(args, size, types)
     return 0
 

@@ -198,6 +198,8 @@ def _inputs():
     yield "aligned to 16 bytes only", torch.randn(4 * 1024 + 8, device="cuda", dtype=BF16)[8:].view(4, 1024)
     yield "columns of a wider tensor", torch.randn(4, 1024 + 8, device="cuda", dtype=BF16)[:, :1024]
     yield "one row for all", base[:1, 0].expand(4, 1024)
+    yield "one row for all of 17", base[:1, 0].expand(17, 1024)  # 9 rows and more go through the copy engine on SM90
+    yield "17 rows that overlap", torch.randn(1024 + 16 * 8, device="cuda", dtype=BF16).as_strided((17, 1024), (8, 1))
     yield "transposed", torch.randn(1024, 4, device="cuda", dtype=BF16).t()
     yield "one row with a strange stride", torch.randn(1024, device="cuda", dtype=BF16).as_strided((1, 1024), (5, 1))
     yield "more rows than the plan", torch.randn(65, 1024, device="cuda", dtype=BF16)

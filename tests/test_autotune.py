@@ -930,6 +930,32 @@ def test_a_folder_of_ones_own(tuning, tmp_path):
     assert script.made
 
 
+def test_what_this_process_has_found_is_kept_in_a_cache_named_later(tuning, tmp_path):
+    head = linear()
+    tuning(steady(default=100, a=90))
+    first = autotune(head, max_rows=4, cache=False)
+    later, other = tmp_path / "later", tmp_path / "other"
+    for folder in (later, later, other):
+        assert autotune(head, max_rows=4, cache=folder).heads[0].source == "earlier call"
+        assert len(list(folder.glob("*.json"))) == 1
+    next(other.glob("*.json")).unlink()
+    autotune(head, max_rows=4, cache=other)  # written already: a second call costs no look at the disk
+    assert not list(other.glob("*.json"))
+    script = tuning(steady(default=100, a=90))
+    found = autotune(head, max_rows=4, cache=later)
+    assert not script.made
+    assert found.heads[0].source == "cache"
+    assert chosen(found) == chosen(first)
+
+
+def test_what_a_budget_cut_short_is_kept_nowhere(tuning, tmp_path):
+    head = linear()
+    tuning(steady(default=100, a=90))
+    autotune(head, max_rows=4, cache=False, budget_s=0)
+    autotune(head, max_rows=4, cache=tmp_path / "later", budget_s=0)
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_no_cache_neither_reads_nor_writes(tuning, tmp_path):
     head = linear()
     tuning(steady(default=100, a=90))

@@ -179,6 +179,8 @@ class Earlier:
     last: TunedHead
     budget_s: float  # that the last call may have been cut short by; infinite where it was not
     rows: dict[int, TunedRow]  # what serves, by any call
+    content: dict[str, Any] | None  # what a cache keeps of the last call; None where it was cut short
+    folder: Path | None  # of the cache in which that is
 
 
 def _tune_plan(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead:
@@ -189,17 +191,20 @@ def _tune_plan(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: fl
     alike = all(other == everywhere[0][1] for _, other in everywhere)
     if earlier and alike and all(known for known, _ in everywhere):
         rows = earlier.last.rows[: wishes.max_rows]
+        if earlier.content and wishes.folder and wishes.folder != earlier.folder:
+            kept.save(wishes.folder, cache_key(plan), earlier.content)
+            plan.tuned = dataclasses.replace(earlier, folder=wishes.folder)
         return dataclasses.replace(earlier.last, name=found.name, rows=rows, source="earlier call")
     with Bar(f"tuning {found.name}", wishes.progress) as step, torch.no_grad(), plans.on_device(plan.key.device):
         found = dataclasses.replace(found, head=_held(found.head))
-        tuned = _from_cache(found, plan, wishes, ranks, begin)
-        budget_s = math.inf
-        if tuned is None:
-            before = earlier.rows if earlier and alike else {}
-            tuned, in_time = _measure(found, plan, wishes, ranks, step, begin, before)
-            budget_s = math.inf if in_time else wishes.budget_s
+        from_cache = _from_cache(found, plan, wishes, ranks, begin)
+        before = earlier.rows if earlier and alike else {}
+        tuned, content = from_cache or _measure(found, plan, wishes, ranks, step, begin, before)
+    if content and not from_cache:
+        kept.save(wishes.folder, cache_key(plan), content)
     rows_of = {**(earlier.rows if earlier else {}), **{row.rows: row for row in tuned.rows}}
-    plan.tuned = Earlier(tuned, budget_s, dict(sorted(rows_of.items())))
+    budget_s = math.inf if content else wishes.budget_s
+    plan.tuned = Earlier(tuned, budget_s, dict(sorted(rows_of.items())), content, wishes.folder)
     return tuned
 
 
@@ -244,7 +249,9 @@ def cache_key(plan: Plan) -> kept.Key:
     }
 
 
-def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead | None:
+def _from_cache(
+    found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float
+) -> tuple[TunedHead, dict[str, Any]] | None:
     """The choice that was kept, where every rank has the same and each launch in it is right.
 
     The process that kept it has checked each launch at every row count that it serves, on such a GPU and with these
@@ -285,7 +292,8 @@ def _from_cache(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: f
     plan.adopt(entries)
     read_us, noise = _number(content.get("read_us")), _number(content.get("noise"))
     reported = tuple(_row(plan, count, option, us, default, read_us) for count, option, us, default in rows)
-    return _report(found, wishes, "cache", reported, begin, read_us=read_us, noise=noise, notes=tuple(notes))
+    tuned = _report(found, wishes, "cache", reported, begin, read_us=read_us, noise=noise, notes=tuple(notes))
+    return tuned, content
 
 
 Choice = tuple[int, Option | None, float | None, float | None]  # rows, option, us, default_us
@@ -339,8 +347,9 @@ def _plain(choices: Sequence[Choice]) -> list[list[Any]]:
 
 def _measure(
     found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step, begin: float, before: dict[int, TunedRow]
-) -> tuple[TunedHead, bool]:
-    """What was found, and whether in time. What was not timed is left to what served ``before``."""
+) -> tuple[TunedHead, dict[str, Any] | None]:
+    """What was found, and what a cache keeps of it: nothing where the budget ended first. What was not timed is left to
+    what served ``before``."""
     weight, bias = found.head.weight, found.head.bias
     assert weight is not None
     with (
@@ -372,7 +381,7 @@ def _measure(
         default_us = measured.default_us if measured else None
         us = default_us if option is None else measured.us.get(option.name) if measured else None
         choices.append((rows, option, us, default_us))
-    notes = tuple(result.dropped)
+    notes, content = tuple(result.dropped), None
     if result.out_of_time:
         notes += (f"the budget of {wishes.budget_s:g} s ended first: the best so far serves, and is not kept",)
     else:
@@ -387,7 +396,6 @@ def _measure(
             "noise": result.noise,
             "seconds": time.perf_counter() - begin,
         }
-        kept.save(wishes.folder, cache_key(plan), content)
     reported = tuple(
         dataclasses.replace(_row(plan, rows, option, us, default, read_us), reasons=entries[rows].reasons)
         if rows in entries
@@ -396,7 +404,7 @@ def _measure(
     )
     source = "measured" if result.measured else "not tuned"
     tuned = _report(found, wishes, source, reported, begin, read_us=read_us, noise=result.noise, notes=notes)
-    return tuned, not result.out_of_time
+    return tuned, content
 
 
 # --- the report ---

@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8, 16])
     arguments = parser.parse_args()
+    machine.require_kernels()
     rows, begin = [], time.time()
     torch.manual_seed(0)
     with torch.inference_mode():

@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--objects")
     arguments = parser.parse_args()
+    machine.require_kernels()
     result: dict = {
         "machine": machine.describe(),
         "head": f"{VOCAB}x{HIDDEN}, 4 rows",

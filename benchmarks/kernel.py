@@ -470,6 +470,7 @@ def prepare_triton(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    machine.require_kernels()
     begin = time.time()
     if arguments.objects:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)

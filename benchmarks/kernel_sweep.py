@@ -124,6 +124,7 @@ def measure(name: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
 def run(arguments: argparse.Namespace) -> None:
     import machine
 
+    machine.require_kernels()
     if arguments.objects:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
     rows: list[dict[str, Any]] = []

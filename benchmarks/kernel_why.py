@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--objects", type=Path)
     parser.add_argument("--ncu", action="store_true")
     arguments = parser.parse_args()
+    machine.require_kernels()
     if arguments.objects:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
     with torch.inference_mode():

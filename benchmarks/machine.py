@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import lowbatch_lmhead
+from lowbatch_lmhead.backends import flashinfer
 
 
 def _version(distribution: str) -> str | None:
@@ -18,6 +19,13 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def require_kernels() -> None:
+    """End the script where no kernel could run: it would measure the default GEMM under another name."""
+    reason = flashinfer.unusable() if torch.cuda.is_available() else "there is no CUDA GPU"
+    if reason:
+        raise SystemExit(f"nothing to measure: {reason}")
 
 
 def describe() -> dict[str, Any]:

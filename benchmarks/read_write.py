@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--objects", type=Path)
     arguments = parser.parse_args()
+    machine.require_kernels()
     if arguments.objects:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
     with torch.inference_mode():

@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     import timing
     import torch.nn.functional as F
 
+    machine.require_kernels()
     if arguments.objects:
         os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
     rows_out, begin, everything = [], time.time(), jobs()

@@ -132,6 +132,7 @@ def _close(rounds: list[list[float]]) -> bool:
 
 
 def heads(arguments: argparse.Namespace) -> None:
+    machine.require_kernels()
     chosen = [
         (head, [out_dtype for name, out_dtype in DTYPES.items() if is_wanted(head["model"], name, arguments.models)])
         for head in all_heads()
@@ -274,6 +275,7 @@ def choose(arguments: argparse.Namespace) -> None:
 
 
 def again(arguments: argparse.Namespace) -> None:
+    machine.require_kernels()
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{index}.json") for index in range(3)]
         for out in outs:
@@ -361,6 +363,7 @@ print(json.dumps({"seconds": round(seconds, 3), "second_call_seconds": round(sec
 
 
 def cold(arguments: argparse.Namespace) -> None:
+    machine.require_kernels()
     results = {"machine": machine.describe(), "head": "llama-3.1-8b, 128256x4096, 1-32 rows, bfloat16 logits"}
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "LOWBATCH_LMHEAD_CACHE": folder}

@@ -76,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    machine.require_kernels()
     with torch.inference_mode():
         result = {"machine": machine.describe(), "logits": writing(), "x": placing()}
     print(json.dumps(result, indent=1))

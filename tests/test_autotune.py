@@ -749,7 +749,7 @@ def test_a_head_without_a_kernel_is_left_to_itself(tuning):
 def test_without_a_gpu_nothing_is_measured():
     (found,) = autotune(linear()).heads
     assert found.source == "not tuned"
-    assert found.notes == ("x is on cpu, not on a CUDA GPU",)
+    assert found.notes == ("the head is on cpu, not on a CUDA GPU",)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_explain_without_a_gpu_tells_of_every_architecture(capsys):
     assert lines[:3] == [
         "4096x1024 head, bfloat16 to float32, 20 rows",
         "here, without a CUDA GPU: default GEMM",
-        "  because x is on cpu, not on a CUDA GPU",
+        "  because the head is on cpu, not on a CUDA GPU",
     ]
     known = {line.split()[0]: line for line in lines if line.startswith("  sm_")}
     assert list(known) == list(devices.ARCHITECTURES)
@@ -392,7 +392,7 @@ def test_known_models_are_those_of_the_benchmarks():
         (["compile", *HEAD], "--arch"),
         (["compile", "--arch", "sm_90a"], "Give --vocab and --hidden, or --model"),
         (["compile", "--arch", "sm_90a", "--vocab", "16"], "--vocab and --hidden go together"),
-        (["compile", "--arch", "sm_90a", "--model", "gpt-9"], "--model gpt-9 is neither one of deepseek-v3, "),
+        (["compile", "--arch", "sm_90a", "--model", "gpt-9"], "--model gpt-9 is neither one of gpt2, "),
         (["compile", "--arch", "sm_90a", *HEAD, "--rows", "0"], "'0' is not a whole number from 1 to 2147483647"),
         (["explain", *HEAD, "--rows", "-3"], "--rows"),
         (["explain", "--vocab", "0", "--hidden", "1", "--rows", "1"], "argument --vocab: '0' is not a whole number"),

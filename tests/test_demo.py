@@ -94,7 +94,7 @@ def test_main_on_the_cpu(
     assert demo.main(["--question", QUESTION, "--tokens", str(TOKENS)]) == 0
     printed = capsys.readouterr().out
     assert "Answer: The capital of France is Paris." in printed
-    assert "because x is on cpu" in printed
+    assert "because the head is on cpu" in printed
 
 
 def test_head_results_are_computed() -> None:

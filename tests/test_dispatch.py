@@ -537,7 +537,11 @@ def wrong_calls():
     yield "out dimensions", {"out": (1, 3, VOCAB)}, r"\(1, 3, 100\); the logits have \(3, 100\)"
     yield "out for 1-D x", {"x": x[0], "out": (1, VOCAB)}, r"\(1, 100\); the logits have \(100,\)"
     yield "out dtype", {"out": torch.float16}, "out is float16; the logits are bfloat16"
-    yield "out float32", {"out": torch.float32}, "out is float32; the logits are bfloat16; pass out_dtype=torch.float32"
+    yield (
+        "out float32",
+        {"out": torch.float32},
+        "out is float32; the logits are bfloat16; .*with out_dtype=torch.float32",
+    )
     yield "out rounded", {"out": torch.bfloat16, "out_dtype": torch.float32}, "out is bfloat16; the logits are float32"
     yield "out on meta", {"out": torch.empty(3, VOCAB, dtype=torch.bfloat16, device="meta")}, "out is on meta, x on cpu"
     yield "out a list", {"out": [1.0]}, "out must be a tensor, got list"

@@ -69,7 +69,7 @@ def test_layout_and_rows(make, reason, kernel):
 
 def test_not_cuda():
     decision = explain(linear(), inputs(3))
-    assert decision.reasons == ("x is on cpu, not on a CUDA GPU",)
+    assert decision.reasons == ("the head is on cpu, not on a CUDA GPU",)
     assert decision.rows == 3
 
 

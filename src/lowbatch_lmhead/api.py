@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, gate
+from . import devices, dispatch, gate
 from .gate import Decision
 from .head import Head, HeadLike, find_heads, read_head
 from .report import WarmupReport
@@ -175,14 +175,16 @@ def warmup(
         What serves which row count of which head, why, and how long it took. It prints as a table.
 
     Raises:
-        ValueError: no head was found, one cannot be ``batch_invariant``, or an argument is not as above. Nothing was
-            prepared then.
+        ValueError: no head was found, one cannot be ``batch_invariant``, an argument is not as above, or a CUDA graph is
+            being captured. Nothing was prepared then.
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
     heads = _heads(model_or_head, out_dtype)
     for _, _, read in heads:
         dispatch.check_invariant(read, batch_invariant)
+        if read.weight is not None and devices.is_capturing(read.weight.device):
+            raise ValueError("warmup cannot compile and compare inside a CUDA graph capture; call it before")
     return WarmupReport.collect(
         heads, lambda read, bar: warm_head(read, max_rows, out_dtype, bar, batch_invariant), progress
     )

@@ -58,14 +58,52 @@ class Size(NamedTuple):
 
 
 # The heads of well-known models, as their config.json gives them.
+# The heads of benchmarks/heads.json.
 MODELS = {
-    "deepseek-v3": Size(129280, 7168),
-    "gemma-3-27b": Size(262208, 5376),
     "gpt2": Size(50257, 768),
+    "gpt2-xl": Size(50257, 1600),
+    "smollm2-135m": Size(49152, 576),
+    "smollm2-360m": Size(49152, 960),
+    "smollm2-1.7b": Size(49152, 2048),
+    "qwen2.5-0.5b": Size(151936, 896),
+    "qwen3-0.6b": Size(151936, 1024),
+    "qwen3-4b": Size(151936, 2560),
+    "qwen3-8b": Size(151936, 4096),
+    "qwen3-14b": Size(151936, 5120),
+    "qwen2.5-7b": Size(152064, 3584),
+    "qwen2.5-72b": Size(152064, 8192),
+    "llama-3.2-1b": Size(128256, 2048),
+    "llama-3.2-3b": Size(128256, 3072),
     "llama-3.1-8b": Size(128256, 4096),
     "llama-3.1-70b": Size(128256, 8192),
-    "qwen3-0.6b": Size(151936, 1024),
-    "qwen3-8b": Size(151936, 4096),
+    "llama-3.1-405b": Size(128256, 16384),
+    "llama-4-scout": Size(202048, 5120),
+    "llama-2-7b": Size(32000, 4096),
+    "llama-2-7b+pad-token": Size(32001, 4096),
+    "gemma-2-2b": Size(256000, 2304),
+    "gemma-2-9b": Size(256000, 3584),
+    "gemma-3-1b": Size(262144, 1152),
+    "gemma-3-4b": Size(262208, 2560),
+    "gemma-3-27b": Size(262208, 5376),
+    "mistral-7b-v0.3": Size(32768, 4096),
+    "mistral-nemo": Size(131072, 5120),
+    "mistral-large": Size(32768, 12288),
+    "deepseek-v3": Size(129280, 7168),
+    "kimi-k2": Size(163840, 7168),
+    "gpt-oss-20b": Size(201088, 2880),
+    "phi-3-mini": Size(32064, 3072),
+    "phi-4": Size(100352, 5120),
+    "granite-3.1-2b": Size(49155, 2048),
+    "granite-3.1-8b": Size(49155, 4096),
+    "command-r": Size(256000, 8192),
+    "command-r-plus": Size(256000, 12288),
+    "glm-4.5": Size(151552, 5120),
+    "minimax-m2": Size(200064, 3072),
+    "pythia-1.4b": Size(50304, 2048),
+    "opt-1.3b": Size(50272, 2048),
+    "whisper-large-v3": Size(51866, 1280),
+    "bloom-7b": Size(250880, 4096),
+    "olmo-2-7b": Size(100352, 4096),
 }
 
 
@@ -155,8 +193,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"the head of a model instead of --vocab and --hidden: a config.json, a folder with one, or one of "
-        f"{', '.join(MODELS)}. Can be repeated",
+        help="the head of a model, instead of --vocab and --hidden: a config.json, a folder with one, or a name such as "
+        f"llama-3.1-8b: one of {len(MODELS)}, which a wrong name lists. Can be repeated",
     )
 
 
@@ -368,7 +406,8 @@ def _gpu(index: int) -> Facts | None:
 
 
 def _backend(backend: Backend, gpus: list[Facts], loading: str | None, probes: Probes) -> Facts:
-    architectures = _ordered(backend.architectures)
+    # Those that a GPU is taken for: kernels compile for more.
+    architectures = _ordered(backend.architectures & devices.ARCHITECTURES.keys())
     here = [arch for arch in architectures if arch in {gpu["architecture"] for gpu in gpus}]
     reasons = []
     if not here:
@@ -523,7 +562,7 @@ def _tune(args: argparse.Namespace) -> int:
     device, where = _here()
     if devices.architecture(device) not in devices.ARCHITECTURES:
         print(
-            f"tune measures on a GPU that kernels are made for ({', '.join(devices.ARCHITECTURES)}); it is run {where}. "
+            f"tune measures on a GPU that kernels are made for ({', '.join(devices.ARCHITECTURES)}), called {where}. "
             "compile --tuning --out DIR makes the kernels without one",
             file=sys.stderr,
         )
@@ -648,14 +687,19 @@ def _model_size(name: str) -> Size:
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise UsageError(f"--model {name} is a folder without a config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         text = config.get("text_config", config)  # models that also see or hear keep the language model's apart
         return Size(_size(str(text["vocab_size"])), _size(str(text.get("hidden_size") or text["n_embd"])))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--model {name}: vocab_size or hidden_size in {path}: {error}") from None
     except FileNotFoundError:
         raise UsageError(f"--model {name} is neither one of {', '.join(MODELS)} nor a config.json") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, argparse.ArgumentTypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--model {name}: no vocab_size and hidden_size in {path} ({_error(error)})") from None
 
 

@@ -54,20 +54,15 @@ def _rows(text: str) -> list[int]:
 
 def run(args: argparse.Namespace, heads: Sequence[tuple[str, tuple[int, int]]]) -> int:
     """Measure ``heads``, each (name or "", (vocab, hidden)). 0 where ``project`` was measured and right in every case."""
-    device = _device(args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(f"lowbatch-lmhead bench: {NO_GPU}", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     folder = _folder(args)
     table = competitors.table(device, args.compile)
     around = results.environment(device)
     done = [_head(args, _title(name, args.tp), size, device, table, around, folder) for name, size in heads]
     return 0 if all(done) else 1
-
-
-def _device(args: argparse.Namespace) -> torch.device:
-    if args.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        args.parser.error(NO_GPU)
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _folder(args: argparse.Namespace) -> Path | None:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from . import devices, gate
 from .backends import default_gemm
 from .backends.base import dtype_name
-from .head import GLOBAL_HOOKS, Head, HeadLike, is_plain, read_head, reader_of, sizes_of
+from .head import FORGETTING, GLOBAL_HOOKS, Head, HeadLike, is_plain, multiplies, read_head, reader_of, sizes_of
 from .log import warn_once
 from .plan import Plan
 
@@ -37,11 +37,16 @@ _exchange_device, _maybe_exchange_device = torch.cuda._exchange_device, torch.cu
 _global_hooks, _global_pre_hooks = GLOBAL_HOOKS
 
 
+_made: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
 class Dispatcher:
     """One head's quick way. It keeps neither the head nor its tensors alive: they come with every call."""
 
     __slots__ = (
+        "__weakref__",
         "_bias_bytes",
+        "_dtype",
         "_guard",
         "_hidden",
         "_index",
@@ -64,6 +69,7 @@ class Dispatcher:
         self._table: list[Callable[..., Any] | Literal[False] | None] = []
         self._weight: type = type(None)
         self._index = -2  # no device's: nothing is quick yet
+        _made.add(self)
 
     def _remember(self, head: HeadLike, plan: Plan, weight: Tensor) -> None:
         """Let the next call go the quick way. Other threads may be on it: what opens it is set last."""
@@ -80,13 +86,18 @@ class Dispatcher:
         self._index = -2
         if self._read is _read_never or self._kind is not type(head):
             self._read, self._kind = _quick_reader(head), type(head)
-        self._vocab, self._hidden = key.vocab, key.hidden
+        self._vocab, self._hidden, self._dtype = key.vocab, key.hidden, key.dtype
         self._weight, self._weight_bytes = type(weight), weight.nbytes
         self._bias_bytes = key.vocab * weight.itemsize
         # A launch runs on the current device's context.
         self._guard = weight.is_cuda and torch.cuda.device_count() > 1
         self._table = plan.table
         self._index = index
+
+    def forget(self) -> None:
+        """Read the head thoroughly at the next call."""
+        self._index = -2
+        self._read = _read_never
 
     def run(self, head: HeadLike, x: Tensor, out: Tensor | None) -> Tensor:
         """The logits of ``x``. Each condition is one that a launch cannot see, and costs on every token."""
@@ -176,10 +187,10 @@ class Dispatcher:
         return None
 
     def _alike(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether F.linear takes these three."""
+        """Whether F.linear takes these three, and the plan is of their type."""
         dtype, device = x.dtype, x.device
         return (
-            weight.dtype is dtype
+            weight.dtype is dtype is self._dtype
             and weight.device == device
             and weight.shape == (self._vocab, self._hidden)
             and (bias is None or (bias.dtype is dtype and bias.device == device and bias.shape == (self._vocab,)))
@@ -315,6 +326,8 @@ def check_arguments(
                 "batch_invariant=True takes no functorch transform (vmap, grad, jvp) and no torch.jit.trace"
             )
     weight = head.weight
+    if x.is_nested:
+        raise ValueError("x is a nested tensor; give its values as one dense tensor")
     if x.dim() == 0:
         raise ValueError(f"x must have the shape {_input_shape(weight)}, got a tensor without dimensions")
     if not x.is_floating_point():
@@ -332,6 +345,11 @@ def check_arguments(
             )
         if x.device != weight.device:
             raise ValueError(f"x is on {x.device}, the head's weight on {weight.device}; they must be on one device")
+        if is_plain(weight) and not multiplies(weight):
+            raise ValueError(
+                f"the head's weight is {dtype_name(weight.dtype)}; one of a floating-point type with 16 bits or more is "
+                "multiplied here. Dequantize it, or give the module that computes with it"
+            )
         if x.dtype != weight.dtype and not autocast and is_plain(weight):
             raise ValueError(
                 f"x is {dtype_name(x.dtype)}, the head's weight {dtype_name(weight.dtype)}; "
@@ -373,7 +391,8 @@ def check_invariant(head: Head, batch_invariant: bool) -> None:
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
     if out_dtype not in (None, own_dtype, torch.float32):
         got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
-        raise ValueError(f"out_dtype must be None, torch.float32 or {own_dtype}, got {got}")
+        right = " or ".join(dict.fromkeys(("torch.float32", str(own_dtype))))
+        raise ValueError(f"out_dtype must be None, {right}, got {got}")
 
 
 def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
@@ -382,7 +401,7 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     if out.layout is not torch.strided:
         raise ValueError(f"out must be a dense tensor, got {out.layout}")
     if out.dtype != dtype and head.own is None:
-        hint = "; pass out_dtype=torch.float32 for float32 logits" if out.dtype is torch.float32 else ""
+        hint = "; float32 logits are asked for with out_dtype=torch.float32" if out.dtype is torch.float32 else ""
         raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
     if out.device != x.device:
         raise ValueError(f"out is on {out.device}, x on {x.device}; they must be on one device")
@@ -471,13 +490,23 @@ def _default(head: Head, x: Tensor, out: Tensor | None, dtype: torch.dtype, out_
 _dispatchers: dict[tuple[int, torch.dtype | None, bool], tuple[Callable[[], Any], Dispatcher]] = {}
 
 
+def _read_again() -> None:
+    """Let every head be read thoroughly the next time."""
+    for known in list(_made):
+        known.forget()
+
+
+FORGETTING.append(_read_again)
+
+
 def dispatcher(head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> Dispatcher:
     """The dispatcher that calls with this head share; it goes when the head goes."""
+    if batch_invariant is not True and batch_invariant is not False:  # 1 would be found under True's key
+        check_flag(batch_invariant)
     key = (id(head), out_dtype, batch_invariant)
     try:
         known = _dispatchers.get(key)
     except TypeError:  # not hashable, so no dtype
-        check_flag(batch_invariant)
         raise ValueError(f"out_dtype must be None or a torch.dtype, got {out_dtype!r}") from None
     if known is not None and known[0]() is head:
         return known[1]

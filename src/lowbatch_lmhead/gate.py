@@ -20,6 +20,7 @@ from .head import Head, is_plain
 from .plan import Plan, plan_for
 
 MEASURED_ROWS = 32  # what autotune measures unless it is told otherwise
+MOST_MEASURED_ROWS = 128  # and at most: beyond, the product is bound by arithmetic, not by reading the weight
 
 # Said where batch_invariant=True is left to the default GEMM.
 ROW_BY_ROW = "with batch_invariant=True it computes one row at a time, and reads the weight once for each"
@@ -106,7 +107,7 @@ def _device_reasons(device: torch.device) -> list[str]:
     if any(arch in backend.architectures for backend in backends.kernels()):
         return []
     if device.type != "cuda":
-        return [f"x is on {device}, not on a CUDA GPU"]
+        return [f"the head is on {device}, not on a CUDA GPU"]
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
     known = ", ".join(sorted(devices.ARCHITECTURES))
     return [f"{torch.cuda.get_device_name(device)} (compute capability {capability}) is none of {known}"]
@@ -151,14 +152,20 @@ def decide(
     return decision, plan
 
 
+def _tunable(plan: Plan, rows: int) -> bool:
+    """Whether ``autotune`` would measure a kernel at ``rows``."""
+    return bool(backends.in_line(plan.problem(rows), lambda backend: backend.autotune_tactics(plan.problem(rows)))[0])
+
+
 def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
     if rows > plan.max_rows and plan.key.batch_invariant:
         return dataclasses.replace(decide_rows(plan, plan.max_rows), rows=rows)  # in pieces
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
-        if plan.tuned is None and rows <= MEASURED_ROWS:
-            reason += ", and more where autotune finds them quicker"
+        if plan.tuned is None and rows <= MOST_MEASURED_ROWS and _tunable(plan, rows):
+            how = "autotune" if rows <= MEASURED_ROWS else f"autotune with max_rows={rows}"
+            reason += f", and more where {how} finds them quicker"
         return refused([reason], rows)
     entry = plan.entries[rows]
     if entry is None:

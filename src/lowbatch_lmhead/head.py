@@ -32,6 +32,10 @@ class Head:
     reasons: tuple[str, ...]
 
 
+# Called after a type was registered: what remembers how it read a head.
+FORGETTING: list[Callable[[], None]] = []
+
+
 def register_head(type_: type, reader: Reader) -> None:
     """Teach the library another head type, such as an engine's vocabulary-parallel head.
 
@@ -49,6 +53,8 @@ def register_head(type_: type, reader: Reader) -> None:
     if not callable(reader):
         raise ValueError(f"the reader of {type_.__name__} must be callable, got {reader!r}")
     _readers[type_] = reader
+    for forget in FORGETTING:
+        forget()
 
 
 def reader_of(head: object) -> Reader | None:
@@ -133,6 +139,11 @@ def _parametrized(module: nn.Module) -> list[str]:
     return ["its weight is parametrized"] if "parametrizations" in module._modules else []
 
 
+def multiplies(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a type that a GEMM of PyTorch's multiplies as it is."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.is_quantized
+
+
 def _with_tensor_reasons(
     weight: Tensor, bias: Tensor | None, own: Callable[[Tensor], Tensor] | None, reasons: list[str]
 ) -> Head:
@@ -143,13 +154,19 @@ def _with_tensor_reasons(
             reasons.append(f"its {name} is not initialized")
         elif not is_plain(tensor):
             reasons.append(f"its {name} is a {type(tensor).__name__}: quantized, distributed or otherwise wrapped")
-        elif tensor.is_quantized or tensor.layout is not torch.strided:
-            reasons.append(f"its {name} is quantized or sparse")
+        elif tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
+            reasons.append(f"its {name} is quantized, sparse or nested")
         elif tensor.device.type == "meta":
             reasons.append(f"its {name} is on the meta device")
+        elif not multiplies(tensor):
+            reasons.append(
+                f"its {name} is {str(tensor.dtype).removeprefix('torch.')}: no floating-point type with 16 bits or more"
+            )
     if not reasons and (weight.dim() != 2 or 0 in weight.shape):
         if own is None:
-            raise ValueError(f"a head's weight has the shape (vocab, hidden), got {tuple(weight.shape)}")
+            raise ValueError(
+                f"a head's weight has the shape (vocab, hidden), neither of them 0, got {tuple(weight.shape)}"
+            )
         reasons.append(f"its weight has the shape {tuple(weight.shape)}, not (vocab, hidden)")
     if not reasons and bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a head's bias has the shape (vocab,) = {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")

@@ -6,6 +6,7 @@ A plan holds no tensor: the weight of each call is the caller's. Serving reads `
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,14 @@ Serves: TypeAlias = Callable[..., Any] | Literal[False]
 # Stands for ``backend.compile`` in tuning, where other processes compile too: (backend, problem, tactic) -> launch.
 Compile: TypeAlias = Callable[[backends.Backend, Problem, Any], Launch]
 
+
+class Passing(Exception):
+    """An error that is not the kernel's: the disk is full, or the default GEMM that it is compared with failed."""
+
+
 # Errors that say nothing of the kernel: another call can go well.
-PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError)
+PASSING = (verify.NotYet, torch.OutOfMemoryError, MemoryError, Passing)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 # Rows of one launch of a batch-invariant plan; more are computed in pieces.
@@ -184,6 +191,10 @@ class Plan:
         except verify.NotYet:
             self._unready = None if weight.is_inference() else state
             raise
+        except PASSING:
+            raise
+        except Exception as error:
+            raise Passing(f"the default GEMM, to compare with: {type(error).__name__}: {first_lines(error)}") from error
 
     def look_again(self) -> None:
         """Let a weight that could not be checked with be looked at again: an engine may have loaded it unseen."""
@@ -217,9 +228,11 @@ class Plan:
         except PASSING:
             raise
         except Exception as error:  # whatever a kernel's packages raise, the next in line serves
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise Passing(f"{type(error).__name__}: {first_lines(error)}") from error
             wrong = f"{type(error).__name__}: {first_lines(error)}"
         reason = f"{backend.name} ({tactic}): {wrong}"
-        logger.warning("%dx%d, %d rows: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
+        logger.warning("%dx%d, rows %d: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
         return reason
 
 
@@ -301,7 +314,8 @@ class InvariantPlan(Plan):
 
 def _for_now(reasons: list[str], backend: backends.Backend, tactic: Any, error: BaseException) -> Entry:
     """What serves until another call tries again."""
-    warn_once(f"the default GEMM serves for now: {type(error).__name__}: {first_lines(error)}")
+    kind = "" if isinstance(error, (verify.NotYet, Passing)) else f"{type(error).__name__}: "
+    warn_once(f"the default GEMM serves for now: {kind}{first_lines(error)}")
     return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}"))
 
 

@@ -38,7 +38,8 @@ class HeadReport:
         size = f" {self.vocab}x{self.hidden}" if self.vocab else ""
         yield f"{self.name}{size}"
         for first, last, decision in self.ranges():
-            rows = "all rows" if last == 0 else f"{first} rows" if first == last else f"{first}-{last} rows"
+            one = f"{first} row" if first == 1 else f"{first} rows"
+            rows = "all rows" if last == 0 else one if first == last else f"{first}-{last} rows"
             if decision is self.decisions[-1] and not decision.taken and first == last and last > 1:
                 rows = f"{first}+ rows"
             name = f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend

@@ -20,7 +20,7 @@ import torch
 
 from .. import backends, devices, gate, objects, verify
 from .. import plan as plans
-from ..backends import Launch
+from ..backends import Launch, compiling
 from ..backends.base import dtype_name
 from ..head import Head, sizes_of
 from ..log import warn_once
@@ -35,7 +35,8 @@ from .search import Option, Search, named, options, tune_inside, unmeasured, wan
 from .workers import Compiles
 
 FORM = 1  # of what is kept in the cache
-MOST_ROWS = 128  # beyond, the product is bound by arithmetic, not by reading the weight
+MOST_ROWS = gate.MOST_MEASURED_ROWS
+LONG_S = 1e9  # no budget
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ def _wishes(max_rows: Any, out_dtype: Any, cache: Any, refresh: bool, budget_s: 
         raise ValueError(f"max_rows must be a whole number from 1 to {MOST_ROWS}, got {max_rows!r}")
     if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0:
         raise ValueError(f"budget_s must be a number of seconds of at least 0, got {budget_s!r}")
-    return Wishes(max_rows, out_dtype, kept.folder(cache), bool(refresh), float(budget_s), progress)
+    if not isinstance(refresh, bool):
+        raise ValueError(f"refresh must be True or False, got {refresh!r}")
+    seconds = float(budget_s) if budget_s < LONG_S else math.inf
+    return Wishes(max_rows, out_dtype, kept.folder(cache), refresh, seconds, progress)
 
 
 def _prepare_untuned(found: Found, wishes: Wishes, why: str) -> TunedHead:
@@ -245,6 +249,8 @@ def cache_key(plan: Plan) -> kept.Key:
         "dtype": dtype_name(key.dtype),
         "out_dtype": dtype_name(key.out_dtype),
         "bias": key.has_bias,
+        "call": compiling.CALL_VERSION,
+        "pdl": compiling.launches_early(plan.arch or ""),
         **kept.versions(),
     }
 

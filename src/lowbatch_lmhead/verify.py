@@ -84,15 +84,17 @@ class Reference:
             with plainly(weight):
                 around = nothing[: (rows + 1) * pitch].view(rows + 1, pitch).to(weight.device, copy=True)
                 launch.call(weight, self.x[:rows], bias, around[:rows, :vocab])
-                logits = around[:rows, :vocab]
-                if not (around[rows].isnan().all() and around[:, vocab:].isnan().all()):
-                    return "it writes outside of its output"
-                if first is not None and torch.equal(logits, first):
-                    return None
-                copied, first = logits.to("cpu", torch.float32, copy=True), logits
-            wrong = self._difference(copied, allowed[:rows])
+                copied = around.to("cpu", torch.float32, copy=True)
+                del around  # before the next one: a head is checked with little memory left
+            if not (copied[rows].isnan().all() and copied[:, vocab:].isnan().all()):
+                return "it writes outside of its output"
+            found = copied[:rows, :vocab]
+            if first is not None and torch.equal(found, first):
+                return None
+            wrong = self._difference(found, allowed[:rows])
             if wrong:
                 return wrong
+            first = found
         return None
 
     def _difference(self, found: Tensor, allowed: Tensor) -> str | None:

@@ -19,6 +19,7 @@ import machine
 import timing
 import torch
 import torch.nn.functional as F
+from tuned import write
 
 import lowbatch_lmhead
 
@@ -150,15 +151,10 @@ def main() -> None:
                 flush=True,
             )
             torch.cuda.empty_cache()
-    result = {"machine": machine.describe(), "summary": summary(rows), "rows": rows}
+    result = {"machine": machine.describe(), "summary": summary(rows)}
     print(json.dumps(result["summary"], indent=1))
     if arguments.out:
-        arguments.out.write_text(
-            json.dumps({key: result[key] for key in ("machine", "summary")}, indent=1)[:-2]
-            + ',\n "rows": [\n  '
-            + ",\n  ".join(json.dumps(row) for row in rows)
-            + "\n ]\n}\n"
-        )
+        write(arguments.out, result, rows)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ FINAL, FINALISTS = 0.02, 2  # behind the best of its kind after three rounds, an
 # By row counts up to: of the limit that is to be reached, at hidden sizes from 2048 and below.
 TARGETS = {16: (0.97, 0.95), 32: (0.96, 0.94), 64: (0.95, 0.93)}
 LARGE = 200e6  # bytes
+READING = "graphs of plain reads before each timed one"
 WIDE = 2048
 SLOWER = 1.02  # than the best of the others: listed
 
@@ -514,7 +515,7 @@ def save(path: Path, found: dict[str, Any]) -> None:
     top = {
         "machine": found.get("machine") or machine.describe() | {"triton": triton_version()},
         "summary": summary(found["rows"]),
-        "graphs of plain reads before each timed one": found["reading"],
+        READING: found["reading"],
         "host": found["host"],
         # More than none: these times include no compiling, but the run took longer for it.
         "compiled in the run": found["compiled in the run"] + objects.counts.compiled,
@@ -539,12 +540,9 @@ def tell(head: dict[str, Any], rows: list[dict[str, Any]], seconds: float, total
 # --- figures ---
 
 
-def group(rows: int) -> int:
-    return next((last for last in TARGETS if rows <= last), max(TARGETS))
-
-
 def target(rows: int, hidden: int) -> float:
-    return TARGETS[group(rows)][0 if hidden >= WIDE else 1]
+    last = next((last for last in TARGETS if rows <= last), max(TARGETS))
+    return TARGETS[last][0 if hidden >= WIDE else 1]
 
 
 def best_other(row: dict[str, Any]) -> float:
@@ -664,6 +662,7 @@ def join(arguments: argparse.Namespace) -> None:
     top = {
         "machine": parts[0]["machine"],
         "summary": summary(rows),
+        READING: parts[0].get(READING, 0),
         "host": next((part["host"] for part in parts if part["host"]), None),
         "compiled in the run": sum(part["compiled in the run"] for part in parts),
         "wrong": [one for part in parts for one in part["wrong"]],

@@ -123,6 +123,7 @@ def measure(name: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
 
 def run(arguments: argparse.Namespace) -> None:
     import machine
+    from tuned import write
 
     machine.require_kernels()
     if arguments.objects:
@@ -133,8 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
             if not arguments.models or name in arguments.models:
                 rows += measure(name, shape)
             torch.cuda.empty_cache()
-            text = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
-            arguments.out.write_text(text + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n")
+            write(arguments.out, {"machine": machine.describe()}, rows)
 
 
 def main() -> None:

@@ -21,14 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hopper
 import machine
 import timing
 import torch
 import torch.nn.functional as F
 
-from lowbatch_lmhead.backends import Problem, hopper_stream
-
-VOCAB, HIDDEN = 128256, 4096
+VOCAB, HIDDEN = hopper.HEADS["llama-3.1-8b"]
 ROWS = (1, 8, 16, 32, 64)
 METRICS = (
     "gpu__time_duration.sum",
@@ -55,10 +54,7 @@ METRICS = (
 
 
 def launch(rows: int, out_dtype: torch.dtype) -> tuple[str, Any]:
-    problem = Problem(VOCAB, HIDDEN, rows, torch.bfloat16, out_dtype, False, "sm_90a")
-    backend = hopper_stream.HopperStream()
-    (tactic,) = backend.tactics(problem)
-    return str(tactic), backend.compile(problem, tactic).call
+    return hopper.launch(VOCAB, HIDDEN, rows, out_dtype)
 
 
 def clocks(call: Any, weight: torch.Tensor) -> dict[str, float]:
@@ -70,11 +66,9 @@ def clocks(call: Any, weight: torch.Tensor) -> dict[str, float]:
         torch.cuda.synchronize()
     for _ in range(200):  # a second and more in the queue
         graph.replay()
-    names = ("clocks.sm", "clocks.mem", "power.draw")
-    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
-    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+    said = machine.nvidia_smi("clocks.sm", "clocks.mem", "power.draw")
     torch.cuda.synchronize()
-    return dict(zip(names, map(float, said)))
+    return said
 
 
 def measure() -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def require_kernels() -> None:
     reason = flashinfer.unusable() if torch.cuda.is_available() else "there is no CUDA GPU"
     if reason:
         raise SystemExit(f"nothing to measure: {reason}")
+
+
+def nvidia_smi(*names: str) -> dict[str, float]:
+    """What nvidia-smi says of the first GPU now: ``clocks.sm``, ``power.draw`` and so on."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
+    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+    return dict(zip(names, map(float, said)))
 
 
 def describe() -> dict[str, Any]:

@@ -11,27 +11,23 @@ run). ``limit_us``: the bytes of weight, x and logits at the speed of the plain 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import hopper
 import machine
 import timing
 import torch
 from tuned import default
 
-from lowbatch_lmhead.backends import Problem, hopper_stream
 from lowbatch_lmhead.tuning import limit
 
-HEADS = {"llama-3.1-8b": (128256, 4096), "qwen3-0.6b": (151936, 1024)}
 CASES = ((1, torch.bfloat16), (8, torch.bfloat16), (16, torch.bfloat16), (32, torch.bfloat16), (64, torch.bfloat16),
          (64, torch.float32))  # fmt: skip
+WAYS = ("itself", "reading", "idle")
 REPLAYS = 20
 READING_S, IDLE_S = 0.02, 0.03
 QUEUED = {"itself": 300, "reading": 40}
@@ -42,8 +38,7 @@ class Paced:
     """A graph of one launch, replayed after something else."""
 
     def __init__(self, call: Callable[[torch.Tensor], object], weights: list[torch.Tensor], before: Any) -> None:
-        us = weights[0].nbytes / 4e6
-        self.launches = max(4, len(weights), round(timing.GRAPH_US / us))
+        self.launches = timing.launches(weights)
         self.graph = timing.capture(call, weights, self.launches)
         self.before = before
         self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -71,15 +66,10 @@ class Paced:
                 if way == "reading":
                     self.before()
                 self.graph.replay()
-            found |= said()
+            said = machine.nvidia_smi("clocks.sm", "power.draw")
+            found |= {"clock_mhz": said["clocks.sm"], "power_w": said["power.draw"]}
             torch.cuda.synchronize()
         return found
-
-
-def said() -> dict[str, float]:
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--id=0"]
-    clock, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
-    return {"clock_mhz": float(clock), "power_w": float(power)}
 
 
 def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
@@ -87,16 +77,13 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
     readers = limit.readers(weights[0])
     times = timing.gpu_us(readers, weights, rounds=5)
     reader = readers[times.index(min(times))]
-    reading = timing.capture(reader, weights, max(1, round(READING_S * 1e6 / min(times))))
-    before = reading.replay
-    read = {way: Paced(reader, weights, before).measure(way) for way in ("itself", "reading", "idle")}
+    before = timing.capture(reader, weights, round(READING_S * 1e6 / min(times))).replay
+    read = {way: Paced(reader, weights, before).measure(way) for way in WAYS}
     found = []
     for rows, out_dtype in CASES:
         x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(rows, vocab, device="cuda", dtype=out_dtype)
-        problem = Problem(vocab, hidden, rows, torch.bfloat16, out_dtype, False, "sm_90a")
-        (tactic,) = hopper_stream.HopperStream().tactics(problem)
-        launch, linear = hopper_stream.HopperStream().compile(problem, tactic).call, default(out_dtype)
+        (tactic, launch), linear = hopper.launch(vocab, hidden, rows, out_dtype), default(out_dtype)
         calls = {
             "hopper stream": lambda w, launch=launch, x=x, out=out: launch(w, x, None, out),
             "F.linear": lambda w, linear=linear, x=x: linear(w, x, None, None),
@@ -108,32 +95,18 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
             "hidden": hidden,
             "rows": rows,
             "out_dtype": str(out_dtype).removeprefix("torch."),
-            "tactic": str(tactic),
+            "tactic": tactic,
             "limit_us": {way: round(one["us"] * (1 + extra), 2) for way, one in read.items()},
             "read": read,
         }
         for name, call in calls.items():
             paced = Paced(call, weights, before)
-            row[name] = {way: paced.measure(way) for way in ("itself", "reading", "idle")}
+            row[name] = {way: paced.measure(way) for way in WAYS}
         found.append(row)
         share = {way: round(row["limit_us"][way] / row["hopper stream"][way]["us"], 3) for way in read}
         print(model, rows, row["out_dtype"], "of the limit:", share, json.dumps(row["hopper stream"]), flush=True)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--objects", type=Path)
-    arguments = parser.parse_args()
-    machine.require_kernels()
-    if arguments.objects:
-        os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
-    with torch.inference_mode():
-        rows = [row for model, shape in HEADS.items() for row in measure(model, *shape)]
-    text = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
-    arguments.out.write_text(text + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n")
-
-
 if __name__ == "__main__":
-    main()
+    hopper.main(__doc__, measure)

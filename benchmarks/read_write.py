@@ -11,22 +11,17 @@ rows of the weight, or as many as its name says. All of a row count are replayed
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-from pathlib import Path
 from typing import Any
 
-import machine
+import hopper
 import timing
 import torch
 import triton
 import triton.language as tl
 
-from lowbatch_lmhead.backends import Problem, hopper_stream
 from lowbatch_lmhead.tuning import limit
 
-HEADS = {"llama-3.1-8b": (128256, 4096), "qwen3-0.6b": (151936, 1024)}
 CASES = ((8, torch.bfloat16), (16, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32))
 BLOCK = 4096  # int32 words of one load
 # name: rows of the weight in a program, one piece, policy
@@ -80,14 +75,6 @@ def call(vocab: int, hidden: int, rows: int, way: tuple[int, bool, str], sink: t
     return launch
 
 
-def ours(vocab: int, hidden: int, rows: int, out: torch.Tensor) -> tuple[str, Any]:
-    problem = Problem(vocab, hidden, rows, torch.bfloat16, out.dtype, False, "sm_90a")
-    (tactic,) = hopper_stream.HopperStream().tactics(problem)
-    launch = hopper_stream.HopperStream().compile(problem, tactic).call
-    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    return str(tactic), lambda weight: launch(weight, x, None, out)
-
-
 def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
     weights = timing.weight_copies(vocab, hidden)
     sink, found = torch.zeros(1, device="cuda", dtype=torch.int32), []
@@ -96,15 +83,17 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
         # As long as the last program's piece reaches.
         whole = torch.empty(rows * (vocab + 128), device="cuda", dtype=out_dtype)
         out = whole[: rows * vocab].view(rows, vocab)
-        tactic, launch = ours(vocab, hidden, rows, out)
+        tactic, launch = hopper.launch(vocab, hidden, rows, out_dtype)
+        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         ways = {name: call(vocab, hidden, rows, way, sink, whole) for name, way in WAYS.items()}
         nothing = {f"{name}, writing nothing": call(vocab, hidden, 0, way, sink, whole) for name, way in WAYS.items()}
         nothing = {name: one for name, one in nothing.items() if name.startswith("segments")}
-        calls = [*readers, *nothing.values(), *ways.values(), launch]
+        ours = lambda w, launch=launch, x=x, out=out: launch(w, x, None, out)  # noqa: E731
+        calls = [*readers, *nothing.values(), *ways.values(), ours]
         times = timing.gpu_us(calls, weights)
         read_us = min(times[: len(readers)])
         written = dict(zip([*nothing, *ways, "hopper stream"], times[len(readers) :]))
-        extra = (rows * hidden * 2 + out.nbytes) / weights[0].nbytes
+        extra = (x.nbytes + out.nbytes) / weights[0].nbytes
         found.append(
             {
                 "model": model,
@@ -122,19 +111,5 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--objects", type=Path)
-    arguments = parser.parse_args()
-    machine.require_kernels()
-    if arguments.objects:
-        os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
-    with torch.inference_mode():
-        rows = [row for model, shape in HEADS.items() for row in measure(model, *shape)]
-    text = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
-    arguments.out.write_text(text + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n")
-
-
 if __name__ == "__main__":
-    main()
+    hopper.main(__doc__, measure)

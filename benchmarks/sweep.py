@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     import machine
     import timing
     import torch.nn.functional as F
+    from tuned import write
 
     machine.require_kernels()
     if arguments.objects:
@@ -113,10 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
                             f"{head['model']:<16} {rows:>2} {dtype:<8} {text} [{time.time() - begin:.0f} s]", flush=True
                         )
             torch.cuda.empty_cache()
-    result = json.dumps({"machine": machine.describe()}, indent=1)[:-2]
-    arguments.out.write_text(
-        result + ',\n "rows": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows_out) + "\n ]\n}\n"
-    )
+    write(arguments.out, {"machine": machine.describe()}, rows_out)
 
 
 def main() -> None:

@@ -41,11 +41,16 @@ def capture(call: Callable[[Tensor], object], weights: Sequence[Tensor], launche
     return graph
 
 
+def launches(weights: Sequence[Tensor]) -> int:
+    """How many launches one graph holds."""
+    estimate = weights[0].numel() * weights[0].element_size() / 4e6  # microseconds at 4 TB/s
+    return max(len(weights), 4, round(GRAPH_US / estimate))
+
+
 def gpu_us(calls: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor], rounds: int = ROUNDS) -> list[float]:
     """Median microseconds of one ``call(weight)``, for each of ``calls``, measured in turn."""
-    estimate = weights[0].numel() * weights[0].element_size() / 4e6  # microseconds at 4 TB/s
-    launches = max(len(weights), 4, round(GRAPH_US / estimate))
-    graphs = [capture(call, weights, launches) for call in calls]
+    count = launches(weights)
+    graphs = [capture(call, weights, count) for call in calls]
     times: list[list[float]] = [[] for _ in graphs]
     for graph in graphs:
         graph.replay()
@@ -56,7 +61,7 @@ def gpu_us(calls: Sequence[Callable[[Tensor], object]], weights: Sequence[Tensor
             graph.replay()
             end.record()
             end.synchronize()
-            times[index].append(start.elapsed_time(end) * 1e3 / launches)
+            times[index].append(start.elapsed_time(end) * 1e3 / count)
     return [statistics.median(values) for values in times]
 
 

@@ -540,7 +540,7 @@ def wrong_calls():
     yield (
         "out float32",
         {"out": torch.float32},
-        "out is float32; the logits are bfloat16; .*with out_dtype=torch.float32",
+        "out is float32; the logits are bfloat16; float32 logits are asked for with out_dtype=torch.float32",
     )
     yield "out rounded", {"out": torch.bfloat16, "out_dtype": torch.float32}, "out is bfloat16; the logits are float32"
     yield "out on meta", {"out": torch.empty(3, VOCAB, dtype=torch.bfloat16, device="meta")}, "out is on meta, x on cpu"

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 from conftest import HIDDEN, VOCAB, assert_logits, inputs, linear
-from scripted import Tactics, steady
+from scripted import Script, Tactics, steady
 from torch import nn
 
 import lowbatch_lmhead
@@ -45,15 +45,17 @@ def test_a_launch_is_checked_with_rows_of_both_kinds(vocab, out_dtype, wrong_if_
     weight, x = torch.randn(vocab, HIDDEN).to(BF16), inputs(3)
     with testing.reference_backend(ByPitch(wrong_if_aligned)) as backend, torch.inference_mode():
         logits = project(weight, x, out_dtype=out_dtype)
-        assert backend.seen == {False, True} or (not wrong_if_aligned and backend.seen == {False})
+        assert backend.seen == ({False, True} if wrong_if_aligned else {False})
         assert not explain(weight, x, out_dtype=out_dtype).taken
         exact = x.float() @ weight.float().t()
         assert (logits.float() - exact).abs().max() < 1
 
 
-class FailsOnce(testing.Reference):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
+class Once:
+    """A backend whose first compilation fails."""
+
+    def __init__(self, error: Exception, *arguments: str) -> None:
+        super().__init__(*arguments)
         self.error: Exception | None = error
 
     def compile(self, problem, tactic):
@@ -61,6 +63,14 @@ class FailsOnce(testing.Reference):
         if error is not None:
             raise error
         return super().compile(problem, tactic)
+
+
+class FailsOnce(Once, testing.Reference):
+    pass
+
+
+class TacticsOnce(Once, Tactics):
+    pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
@@ -98,20 +108,12 @@ def test_a_default_gemm_that_fails_is_not_the_kernels_fault(monkeypatch):
 
 
 def test_what_a_passing_error_left_out_is_not_kept(tmp_path, monkeypatch):
-    from scripted import Script
-
-    class Once(Tactics):
-        failed = False
-
-        def compile(self, problem, tactic):
-            if not Once.failed:
-                Once.failed = True
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().compile(problem, tactic)
-
     weight = torch.randn(VOCAB, HIDDEN).to(BF16)
     monkeypatch.setattr("lowbatch_lmhead.tuning.timing.timer_for", Script(steady(default=10.0, a=5.0)))
-    with testing.reference_backend(Once("a")), torch.inference_mode():
+    with (
+        testing.reference_backend(TacticsOnce(OSError(errno.ENOSPC, "No space left on device"), "a")),
+        torch.inference_mode(),
+    ):
         autotune(weight, max_rows=4, cache=tmp_path)
         assert not list(tmp_path.glob("*.json"))
     testing.forget()

@@ -152,18 +152,13 @@ def decide(
     return decision, plan
 
 
-def _tunable(plan: Plan, rows: int) -> bool:
-    """Whether ``autotune`` would measure a kernel at ``rows``."""
-    return bool(backends.in_line(plan.problem(rows), lambda backend: backend.autotune_tactics(plan.problem(rows)))[0])
-
-
 def decide_rows(plan: Plan, rows: int) -> Decision:
     """What ``plan`` has, or would prepare, for ``rows``."""
     if rows > plan.max_rows and plan.key.batch_invariant:
         return dataclasses.replace(decide_rows(plan, plan.max_rows), rows=rows)  # in pieces
     if rows > plan.max_rows:
         reason = f"kernels serve up to {plan.max_rows} rows on {plan.arch}"
-        if plan.tuned is None and rows <= MOST_MEASURED_ROWS and _tunable(plan, rows):
+        if plan.tuned is None and rows <= MOST_MEASURED_ROWS and backends.tunable(plan.problem(rows))[0]:
             how = "autotune" if rows <= MEASURED_ROWS else f"autotune with max_rows={rows}"
             reason += f", and more where {how} finds them quicker"
         return refused([reason], rows)

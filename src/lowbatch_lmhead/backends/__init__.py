@@ -71,4 +71,9 @@ def untuned(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:
     return in_line(problem, lambda backend: backend.tactics(problem))
 
 
-__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "in_line", "kernels", "untuned"]
+def tunable(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:
+    """(backend, tactic) of what ``autotune`` measures for ``problem``; and why other backends are not measured."""
+    return in_line(problem, lambda backend: backend.autotune_tactics(problem))
+
+
+__all__ = ["DEFAULT_GEMM", "Backend", "Launch", "Problem", "candidates", "in_line", "kernels", "tunable", "untuned"]

@@ -80,7 +80,7 @@ class Result:
 
 def options(problem: Problem) -> tuple[list[Option], list[str]]:
     """Everything that may serve ``problem``, in the order in which ties are decided; and why the others may not."""
-    found, reasons = backends.in_line(problem, lambda backend: backend.autotune_tactics(problem))
+    found, reasons = backends.tunable(problem)
     return [Option(backend, tactic) for backend, tactic in found], reasons
 
 

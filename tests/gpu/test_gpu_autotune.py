@@ -128,7 +128,7 @@ print(json.dumps([report.heads[0].source, [row.tactic for row in report.heads[0]
     assert [one[0] for one in said] == ["measured", "cache"]
     assert said[0][1] == said[1][1]
     assert said[1][2] == 0
-    assert said[1][3] < 1.0
+    assert said[1][3] < said[0][3] / 5  # both beside the same other processes
 
 
 def test_calls_and_graphs_made_before_go_on_and_new_ones_take_the_choice():

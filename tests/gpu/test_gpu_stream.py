@@ -130,6 +130,16 @@ def test_every_tactic_for_more_than_64_rows(kind, rows):
             check(run(backend, tactic, asked, weight, x, bias), weight, x, bias, tactic)
 
 
+@pytest.mark.parametrize(("rows", "out_dtype"), [(40, FP32), (64, BF16), (64, FP32)])
+def test_more_logits_than_are_kept_in_l2(kind, rows, out_dtype):
+    _, backend = kind
+    vocab = 3 * hopper_stream.KEPT_LOGITS // (2 * rows * out_dtype.itemsize) // 2 * 2 + 1  # the end of a tile is inside
+    weight, x, bias = make(vocab, 72, rows, bias=True)
+    asked = problem(vocab, 72, rows, BF16, out_dtype, True)
+    for tactic in backend.autotune_tactics(asked):
+        check(run(backend, tactic, asked, weight, x, bias), weight, x, bias, tactic)
+
+
 def test_more_rows_than_a_tile_holds(kind):
     module, backend = kind
     asked = problem(1000, 520, 20)

@@ -31,6 +31,9 @@ REGISTERS = 16384  # of a quarter of a multiprocessor, in which a warp stays
 OTHER_REGISTERS = 32  # that a thread gets at least, beside sums and accumulators
 PAIRED_TOKENS = 24  # of a tile, from which on pairs of CTAs are worth a measurement
 MULTIPROCESSORS = 132  # of an H200; on a part with fewer, the CTAs that do not fit run after the others
+# What createpolicy makes of these L2 policies. The weight is read once and must not push x out of the cache.
+EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
+KEPT_LOGITS = 16 << 20  # bytes of logits that are stored to stay in L2; the rest is stored to be evicted first
 PADDING = 4  # fp32 words after each token of the staging buffer: a warp's stores then hit 32 banks
 
 
@@ -130,7 +133,8 @@ Choice = tuple[int, int, int, int, bool, int]
 # they read of x win at 32 rows.
 _FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
 _MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
-_MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1))
+_MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1),
+         (128, 128, 1, 1, True, 1))  # fmt: skip
 # Beyond 64 rows nothing serves unmeasured, and this list is an estimate.
 _MOST = ((64, 64, 1, 2, True, 2), (64, 64, 1, 2, True, 1), (64, 128, 1, 2, False, 1), (128, 64, 2, 1, True, 2))
 AUTOTUNED: dict[int, tuple[Choice, ...]] = {
@@ -244,8 +248,6 @@ def _kernel_class() -> Any:
     from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
     from cutlass.memory import SmemAllocator
 
-    # What createpolicy makes of these L2 policies. The weight is read once and must not push x out of the cache.
-    evict_normal, evict_first = 0x1000000000000000, 0x12F0000000000000
     group_threads = 128
     instruction_rows, instruction_k = 64, 16
 
@@ -270,6 +272,7 @@ def _kernel_class() -> Any:
             self.stage_bytes = (tactic.vocab_tile + tactic.token_tile) * tactic.k_tile * 2
             self.staged_tokens = staged_tokens(tactic.token_tile)
             self.pitch = self.group_rows + PADDING
+            self.most_logits = vocab * tactic.token_tile  # of one block of tokens
 
         @cute.jit
         def __call__(self, weight, x, bias, out, stream):  # type: ignore[no-untyped-def]
@@ -410,7 +413,7 @@ def _kernel_class() -> Any:
                             weight_from[(None, tile, source)],
                             weight_to[(None, target)],
                             tma_bar_ptr=full + stage,
-                            cache_policy=cutlass.Int64(evict_first),
+                            cache_policy=cutlass.Int64(EVICT_FIRST),
                         )
                         # The CTAs of a cluster take turns. A panel goes to the same place in both rings, and counts there.
                         if source % self.cluster == cta % self.cluster:
@@ -420,7 +423,7 @@ def _kernel_class() -> Any:
                                 x_to[(None, target)],
                                 tma_bar_ptr=full + stage,
                                 mcast_mask=cutlass.Int16(2**self.cluster - 1),
-                                cache_policy=cutlass.Int64(evict_normal),
+                                cache_policy=cutlass.Int64(EVICT_NORMAL),
                             )
                     stage += 1
                     if stage == self.stages:
@@ -458,6 +461,12 @@ def _kernel_class() -> Any:
             biases = cute.make_rmem_tensor((2, self.blocks), cutlass.Float32)
             vector_width = 16 // (out.element_type.width // 8)
             vectors = out.iterator.toint() % 16 == 0 and (out.shape[0] == 1 or out.stride[0] % vector_width == 0)
+            # Logits that stay in L2 take the place that the weight streams through, and beyond a part of L2 that costs more
+            # than it saves: then those of the vocabulary from here on do not stay.
+            item_bytes = cutlass.const_expr(out.element_type.width // 8)
+            passing = cutlass.Int32(self.vocab)
+            if cutlass.const_expr(self.most_logits * item_bytes > KEPT_LOGITS):
+                passing = cutlass.Int32(KEPT_LOGITS // item_bytes) // out.shape[0]
 
             stage = cutlass.Int32(0)
             phase = cutlass.Int32(0)
@@ -493,11 +502,13 @@ def _kernel_class() -> Any:
                     if stage == self.stages:
                         stage = cutlass.Int32(0)
                         phase = phase ^ 1
-                self.write(sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors)
+                self.write(
+                    sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors, first >= passing
+                )
 
         @cute.jit
         def write(  # type: ignore[no-untyped-def]
-            self, sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors
+            self, sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors, passing
         ):
             """The logits of a warpgroup's share, a few tokens at a time, through shared memory."""
             # For 64 tokens and 128 rows: 8 barriers and, with two warpgroups, 120 instructions of each warp (with one up to
@@ -522,12 +533,12 @@ def _kernel_class() -> Any:
                             (staging + column * self.pitch + row + offset).store(value)
                     cute.arch.barrier(barrier_id=group + 1, number_of_threads=group_threads)
                     if vectors and first + self.group_rows <= self.vocab:
-                        self.write_vectors(staging, out, lane, first, token, vector_width)
+                        self.write_vectors(staging, out, lane, first, token, vector_width, passing)
                     else:
                         self.write_elements(staging, out, lane, first, token)
 
         @cute.jit
-        def write_vectors(self, staging, out, lane, first, token, vector_width):  # type: ignore[no-untyped-def]
+        def write_vectors(self, staging, out, lane, first, token, vector_width, passing):  # type: ignore[no-untyped-def]
             """Staged tokens to global memory, 16 bytes a store."""
             per_token = self.group_rows // vector_width
             total = self.staged_tokens * per_token
@@ -543,7 +554,10 @@ def _kernel_class() -> Any:
                     logits.store(values.load().to(out.element_type))
                     address = (out.iterator + (cutlass.Int64(token + line) * out.stride[0] + first + column)).toint()
                     target = cute.make_ptr(out.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
-                    cute.autovec_copy(logits, cute.make_tensor(target, cute.make_layout(vector_width)))
+                    if passing:
+                        cute.arch.store(target, logits.load().ir_value(), cop="cs")
+                    else:
+                        cute.autovec_copy(logits, cute.make_tensor(target, cute.make_layout(vector_width)))
 
         @cute.jit
         def write_elements(self, staging, out, lane, first, token):  # type: ignore[no-untyped-def]

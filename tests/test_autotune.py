@@ -141,6 +141,18 @@ def test_what_loses_at_both_ends_of_a_bucket_is_not_timed_inside(tuning):
     assert script.rows_timed() == [*range(1, 18), 32]
 
 
+def test_what_wins_at_the_fewest_rows_of_a_large_bucket_serves_inside_it(tuning):
+    us = {"a": lambda rows: 80 if rows > 28 else 90, "b": lambda rows: 90 if rows > 16 else 95}
+    us |= {"c": lambda rows: 60 + rows, "d": 99}
+    script = tuning(steady(default=100, **us), Tactics("a", "b", "c", "d"))
+    served = chosen(autotune(linear()))
+    assert served == {rows: "c" if rows < 29 else "a" for rows in range(1, 33)}
+    timed = {rows: set(labels) - {DEFAULT, AGAIN} for rows, labels in script.timed}
+    assert timed[17] == {"a", "b", "c", "d"}
+    assert all(timed[rows] == {"a", "c"} for rows in range(18, 32))  # the finalists of both ends
+    assert timed[7] == {"c"}  # in a small bucket those of its end alone
+
+
 def test_a_wrong_tactic_is_dropped_however_fast_it_is(tuning, caplog):
     kernel = Tactics("a", "b", wrong=["b"])
     tuning(steady(default=100, a=90, b=10), kernel)

@@ -31,9 +31,12 @@ REGISTERS = 16384  # of a quarter of a multiprocessor, in which a warp stays
 OTHER_REGISTERS = 32  # that a thread gets at least, beside sums and accumulators
 PAIRED_TOKENS = 24  # of a tile, from which on pairs of CTAs are worth a measurement
 MULTIPROCESSORS = 132  # of an H200; on a part with fewer, the CTAs that do not fit run after the others
-# What createpolicy makes of these L2 policies. The weight is read once and must not push x out of the cache.
+# What createpolicy makes of these L2 policies.
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
-KEPT_LOGITS = 16 << 20  # bytes of logits that are stored to stay in L2; the rest is stored to be evicted first
+# Bytes of logits up to which the weight, which is read once, makes room for them in L2: a third of an H200's. What does not
+# fit would be written to memory in any case, and what stays takes the place through which the weight streams
+# (benchmarks/results/h200/kept_logits.json).
+KEPT_LOGITS = 20 << 20
 PADDING = 4  # fp32 words after each token of the staging buffer: a warp's stores then hit 32 banks
 
 
@@ -272,7 +275,6 @@ def _kernel_class() -> Any:
             self.stage_bytes = (tactic.vocab_tile + tactic.token_tile) * tactic.k_tile * 2
             self.staged_tokens = staged_tokens(tactic.token_tile)
             self.pitch = self.group_rows + PADDING
-            self.most_logits = vocab * tactic.token_tile  # of one block of tokens
 
         @cute.jit
         def __call__(self, weight, x, bias, out, stream):  # type: ignore[no-untyped-def]
@@ -364,6 +366,7 @@ def _kernel_class() -> Any:
                     x_smem,
                     full,
                     empty,
+                    out,
                     cta,
                     token_block,
                 )
@@ -381,6 +384,7 @@ def _kernel_class() -> Any:
             x_smem,
             full,
             empty,
+            out,
             cta,
             token_block,
         ):
@@ -397,6 +401,9 @@ def _kernel_class() -> Any:
             x_to, x_from = cpasync.tma_partition(
                 x_copy, 0, cute.make_layout(1), cute.group_modes(x_smem, 0, 2), cute.group_modes(x_tiles, 0, 2)
             )
+            policy = cutlass.Int64(EVICT_FIRST)
+            if out.shape[0] > KEPT_LOGITS // (self.vocab * (out.element_type.width // 8)):
+                policy = cutlass.Int64(EVICT_NORMAL)
             stage = cutlass.Int32(0)
             phase = cutlass.Int32(1)  # a new barrier counts as one whose phase 1 is over: the first round does not wait
             for tile in cutlass.range(cta, self.vocab_tiles, self.ctas, unroll=1):
@@ -413,7 +420,7 @@ def _kernel_class() -> Any:
                             weight_from[(None, tile, source)],
                             weight_to[(None, target)],
                             tma_bar_ptr=full + stage,
-                            cache_policy=cutlass.Int64(EVICT_FIRST),
+                            cache_policy=policy,
                         )
                         # The CTAs of a cluster take turns. A panel goes to the same place in both rings, and counts there.
                         if source % self.cluster == cta % self.cluster:
@@ -461,12 +468,6 @@ def _kernel_class() -> Any:
             biases = cute.make_rmem_tensor((2, self.blocks), cutlass.Float32)
             vector_width = 16 // (out.element_type.width // 8)
             vectors = out.iterator.toint() % 16 == 0 and (out.shape[0] == 1 or out.stride[0] % vector_width == 0)
-            # Logits that stay in L2 take the place that the weight streams through, and beyond a part of L2 that costs more
-            # than it saves: then those of the vocabulary from here on do not stay.
-            item_bytes = cutlass.const_expr(out.element_type.width // 8)
-            passing = cutlass.Int32(self.vocab)
-            if cutlass.const_expr(self.most_logits * item_bytes > KEPT_LOGITS):
-                passing = cutlass.Int32(KEPT_LOGITS // item_bytes) // out.shape[0]
 
             stage = cutlass.Int32(0)
             phase = cutlass.Int32(0)
@@ -502,13 +503,11 @@ def _kernel_class() -> Any:
                     if stage == self.stages:
                         stage = cutlass.Int32(0)
                         phase = phase ^ 1
-                self.write(
-                    sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors, first >= passing
-                )
+                self.write(sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors)
 
         @cute.jit
         def write(  # type: ignore[no-untyped-def]
-            self, sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors, passing
+            self, sums, biases, staging, bias, out, group, lane, row, first, token_block, vectors
         ):
             """The logits of a warpgroup's share, a few tokens at a time, through shared memory."""
             # For 64 tokens and 128 rows: 8 barriers and, with two warpgroups, 120 instructions of each warp (with one up to
@@ -533,12 +532,12 @@ def _kernel_class() -> Any:
                             (staging + column * self.pitch + row + offset).store(value)
                     cute.arch.barrier(barrier_id=group + 1, number_of_threads=group_threads)
                     if vectors and first + self.group_rows <= self.vocab:
-                        self.write_vectors(staging, out, lane, first, token, vector_width, passing)
+                        self.write_vectors(staging, out, lane, first, token, vector_width)
                     else:
                         self.write_elements(staging, out, lane, first, token)
 
         @cute.jit
-        def write_vectors(self, staging, out, lane, first, token, vector_width, passing):  # type: ignore[no-untyped-def]
+        def write_vectors(self, staging, out, lane, first, token, vector_width):  # type: ignore[no-untyped-def]
             """Staged tokens to global memory, 16 bytes a store."""
             per_token = self.group_rows // vector_width
             total = self.staged_tokens * per_token
@@ -554,10 +553,7 @@ def _kernel_class() -> Any:
                     logits.store(values.load().to(out.element_type))
                     address = (out.iterator + (cutlass.Int64(token + line) * out.stride[0] + first + column)).toint()
                     target = cute.make_ptr(out.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
-                    if passing:
-                        cute.arch.store(target, logits.load().ir_value(), cop="cs")
-                    else:
-                        cute.autovec_copy(logits, cute.make_tensor(target, cute.make_layout(vector_width)))
+                    cute.autovec_copy(logits, cute.make_tensor(target, cute.make_layout(vector_width)))
 
         @cute.jit
         def write_elements(self, staging, out, lane, first, token):  # type: ignore[no-untyped-def]

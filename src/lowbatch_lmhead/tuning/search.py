@@ -3,7 +3,8 @@
 1. Buckets: at 1, 2, 4, ... rows every tactic of every backend is timed beside the default GEMM. What wins there, and
    what comes close, goes on.
 2. Row counts: those that won the bucket above are timed beside the default GEMM at every row count on its own. Only
-   where nothing won at either end of a bucket, nothing is timed inside.
+   where nothing won at either end of a bucket, nothing is timed inside. At the first row count of a large bucket all that
+   was timed at its end is timed again, and what wins there goes on as well.
 3. A launch serves where it is quicker than the default GEMM by more than the noise, which is how far the default GEMM
    differs from itself in the same rounds. Among launches that are alike the one listed first serves, so that the choice
    is the same the next time.
@@ -29,7 +30,8 @@ from .timing import Timer, compare
 LEAST_GAIN = 0.01  # what a launch has to be quicker by, even where the noise is less
 MOST_NOISE = 0.02  # more is a disturbance: measured once more
 TIE = 0.004  # launches that differ by less are alike
-FINALISTS = 2  # of a bucket
+FINALISTS = 2  # of one end of a bucket
+LARGE_BUCKET = 9  # row counts from which on both ends have finalists: what wins at 32 rows can be 4 % behind at 17
 CLOSE = 0.015  # what a finalist may be behind the winner
 
 Name = str  # "backend (tactic)"
@@ -185,14 +187,19 @@ class Search:
     # --- measuring ---
 
     def _bucket(self, rows: int) -> list[Option]:
-        """Time everything at ``rows``; the winner and what comes close to it, none where the default GEMM wins."""
+        """Time everything at ``rows``; the winner and what comes close to it."""
         able = options(self._plan.problem(rows))[0]
         ready = [option for option in able if self._ready(option, rows)]
         measured = self._measure(rows, ready, twice=True)
         if (measured.noise or 0.0) > MOST_NOISE:
             measured = self._measure(rows, ready, twice=True)
         self._result.measured[rows] = measured
-        ready = [option for option in ready if option.name in measured.us]
+        return self._finalists(rows, ready)
+
+    def _finalists(self, rows: int, timed: list[Option]) -> list[Option]:
+        """The winner of ``timed`` at ``rows`` and what comes close to it."""
+        measured = self._result.measured[rows]
+        ready = [option for option in timed if option.name in measured.us]
         if not ready:
             return []
         us = {option.name: option.weigh(measured.us[option.name]) for option in ready}
@@ -264,7 +271,19 @@ class Search:
                 continue
             if self._out_of_time():
                 return
-            self._result.measured[rows] = self._measure(rows, [option for option in ready if self._ready(option, rows)])
+            is_first = rows - 1 in ends and above - rows + 1 >= LARGE_BUCKET
+            if is_first:
+                ready = self._timed_at(above, rows)
+            ready = [option for option in ready if self._ready(option, rows)]
+            self._result.measured[rows] = self._measure(rows, ready)
+            if is_first:
+                finalists[above] += [one for one in self._finalists(rows, ready) if one not in finalists[above]]
+
+    def _timed_at(self, end: int, rows: int) -> list[Option]:
+        """What was timed at ``end`` and can serve ``rows``."""
+        problem, us = self._plan.problem(rows), self._result.measured[end].us
+        able, _ = options(self._plan.problem(end))
+        return [option for option in able if option.name in us and option.backend.supports(problem) is None]
 
     def _worth_timing(self, rows: int, above: int, ends: list[int], finalists: dict[int, list[Option]]) -> list[Option]:
         """The finalists of the bucket that can serve ``rows``; none where they lose at both of its ends."""

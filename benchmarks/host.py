@@ -62,7 +62,7 @@ def calls() -> dict[str, float]:
             "torch.mm(x, weight.t(), out_dtype=float32)": lambda: torch.mm(x, weight.t(), out_dtype=torch.float32),
         }
         results = timing.host_us(ways)
-    large = torch.randn(32, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    large, larger = (torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16) for rows in (32, 200))
     with torch.no_grad():
         results |= timing.host_us(
             {
@@ -70,6 +70,8 @@ def calls() -> dict[str, float]:
                 "no_grad: project(head, x)": lambda: lowbatch_lmhead.project(head, x),
                 "32 rows: F.linear(x, weight)": lambda: F.linear(large, weight),
                 "32 rows: project(head, x)": lambda: lowbatch_lmhead.project(head, large),
+                "200 rows, which no kernel takes: F.linear(x, weight)": lambda: F.linear(larger, weight),
+                "200 rows, which no kernel takes: project(head, x)": lambda: lowbatch_lmhead.project(head, larger),
             }
         )
     return results

@@ -48,7 +48,7 @@ CALLS = {  # key in host.json -> label
     "project(head, x, out=out)": "project(head, x, out=out)",
     "bind(head)(x)": "bind(head)(x)",
     "bind(head)(x, out=out)": "bind(head)(x, out=out)",
-    "32 rows: project(head, x)": "project(head, x), 32 rows:\nleft to the default GEMM",
+    "32 rows: project(head, x)": "project(head, x), 32 rows",
     "TVM-FFI launch": "the kernel's launch alone",
 }
 WAYS = {  # key in decode_tail.json -> label, colour, place in its case
@@ -247,9 +247,7 @@ def draw_host(calls: list[tuple[str, float]]) -> Any:
     less = times["F.linear(x, weight)"] - times["project(head, x)"]
     title = f"Where a kernel serves, a call of project costs the host {less:.1f} us less than F.linear"
     figure, ax = start(3.6, title)
-    edges = [colour(name) for name in times]
-    faces = ["white" if "rows" in name else edge for name, edge in zip(times, edges)]
-    bars = ax.barh([CALLS[name] for name in times], times.values(), 0.65, color=faces, edgecolor=edges)
+    bars = ax.barh([CALLS[name] for name in times], times.values(), 0.65, color=[colour(name) for name in times])
     ax.bar_label(bars, fmt="%.1f", padding=4)
     ax.set_xlim(0, 1.08 * max(times.values()))
     ax.set_xticks(range(0, int(max(times.values())) + 2, 2))

@@ -153,6 +153,20 @@ def test_what_wins_at_the_fewest_rows_of_a_large_bucket_serves_inside_it(tuning)
     assert timed[7] == {"c"}  # in a small bucket those of its end alone
 
 
+def test_neighbours_decide_between_launches_that_are_close(tuning):
+    """b is quicker by 1 %, but at 21 rows it was measured 1 % slower; at 25 rows it is clearly slower, and is not taken."""
+    slower = {21: 91, 25: 92}
+    tuning(steady(default=100, a=90, b=lambda rows: slower.get(rows, 89)), Tactics("a", "b"))
+    served = chosen(autotune(linear()))
+    assert served == {rows: "a" if rows == 25 else "b" for rows in range(1, 33)}
+
+
+def test_a_neighbour_in_another_bucket_does_not_count(tuning):
+    """At 16 rows a and b are alike: a, listed first, serves; what b wins beyond says nothing about it."""
+    tuning(steady(default=100, a=90, b=lambda rows: 90 if rows <= 16 else 89), Tactics("a", "b"))
+    assert chosen(autotune(linear())) == {rows: "a" if rows <= 16 else "b" for rows in range(1, 33)}
+
+
 def test_a_wrong_tactic_is_dropped_however_fast_it_is(tuning, caplog):
     kernel = Tactics("a", "b", wrong=["b"])
     tuning(steady(default=100, a=90, b=10), kernel)

@@ -156,12 +156,14 @@ def _default_choice(problem: Problem) -> Choice:
         return _MOST[0]
     if tokens >= 48 and problem.hidden < 1024:
         return (64, 64, 1, 2, True, 1)
-    if tokens >= PAIRED_TOKENS:
-        return (64, 128, 1, 2, True, 2)
-    # A persistent CTA saves the start of the next tile, but if the last round is nearly empty, the GPU is for most of it.
-    residents = 3
+    # Persistent CTAs save the start of the next tile, but if the last round is nearly empty, the GPU is for most of it.
+    paired = tokens >= PAIRED_TOKENS
+    residents = 2 if paired else 3
     rounds = math.ceil(problem.vocab / 64) / (residents * MULTIPROCESSORS)
-    return (64, 128, 1, residents, math.ceil(rounds) <= 1.1 * rounds, 1)
+    full = math.ceil(rounds) <= 1.1 * rounds
+    if paired and full and rounds > 1:
+        return (64, 128, 1, 2, True, 2)
+    return (64, 128, 1, 3, full and not paired, 1)
 
 
 def default_tactic(problem: Problem) -> Tactic:

@@ -81,7 +81,6 @@ def measure(shape: tuple[int, int]) -> list[dict[str, Any]]:
                 "rounds": round(problem.vocab / 64 / (2 * hopper_stream.MULTIPROCESSORS), 2),
                 "us": {name: round(us, 2) for name, us in zip(ways, times)},
                 "linear_us": round(linear_us, 2),
-                "untuned": str(hopper_stream.default_tactic(problem)),
                 "worst_rel_err": max(errors.values()),
             }
         )

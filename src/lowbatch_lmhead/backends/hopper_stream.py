@@ -161,7 +161,7 @@ def _default_choice(problem: Problem) -> Choice:
     residents = 2 if paired else 3
     rounds = math.ceil(problem.vocab / 64) / (residents * MULTIPROCESSORS)
     full = math.ceil(rounds) <= 1.1 * rounds
-    if paired and full and rounds > 1:
+    if paired and (full or rounds <= 1):
         return (64, 128, 1, 2, True, 2)
     return (64, 128, 1, 3, full and not paired, 1)
 

@@ -15,7 +15,7 @@ from conftest import ROOT, python
 from packaging.version import Version
 
 from lowbatch_lmhead import backends, devices
-from lowbatch_lmhead.backends import Problem, cluster_splitk, direct, flashinfer, warp_splitk
+from lowbatch_lmhead.backends import Problem, cluster_splitk, direct, flashinfer, hopper_stream, warp_splitk
 
 HEADS = json.loads((ROOT / "benchmarks" / "heads.json").read_text())
 WARP, CLUSTER, HOPPER, STREAM, DIRECT, MM = backends.kernels()
@@ -124,10 +124,36 @@ def test_rows_that_are_served_unmeasured():
         "sm_90a": 64, "sm_100a": 32, "sm_103a": 32, "sm_120a": 16,
     }  # fmt: skip
     for rows in range(1, 65):
-        given = problem(rows=rows)
-        found, _ = backends.in_line(given, lambda backend, given=given: backend.tactics(given))
+        found, reasons = backends.untuned(problem(vocab=128256, hidden=4096, rows=rows))
         assert found[0][0] is (WARP if rows <= 8 else HOPPER)
         assert (STREAM in [backend for backend, _ in found]) is (rows <= 16)
+        assert ("stream: it serves this head and row count only once tuned" in reasons) is (rows > 16)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "last"),
+    [(128256, 64), (16384, 64), (4096, 48), (4008, 64), (132 * 64, 48), (132 * 64 + 16, 64), (18992, 48), (20480, 64)],
+)
+def test_few_tiles_are_left_to_the_default_gemm_beyond_48_rows(vocab, last):
+    """Up to 132 tiles for 132 multiprocessors, and 265 to 316: unless cuBLAS is slow at the vocabulary."""
+    served = [rows for rows in range(1, 65) if backends.untuned(problem(vocab=vocab, hidden=4096, rows=rows))[0]]
+    assert served == list(range(1, last + 1))
+
+
+def test_what_serves_unmeasured_is_close_to_the_best_that_was_measured():
+    """On shards and whole heads, by the results for all choices of hopper stream and FlashInfer's."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "h200" / "hopper_default.json").read_text())
+    ways = {tuple(choice): name for name, choice in measured["choices"].items()}
+    assert len(measured["rows"]) > 200
+    for row in measured["rows"]:
+        given = problem(vocab=row["vocab"], hidden=row["hidden"], rows=row["rows"])
+        found, _ = backends.untuned(given)
+        if not found:
+            assert row["linear_us"] < 1.03 * min(row["us"].values()), row
+            continue
+        name = "FlashInfer's warp split-K" if found[0][0] is WARP else ways[hopper_stream.default_choice(given)]
+        assert row["us"][name] <= 1.08 * min(row["us"].values()), (row, name)
+        assert row["us"][name] <= 0.99 * row["linear_us"], (row, name)
 
 
 @pytest.mark.parametrize("backend", [HOPPER, STREAM], ids=lambda backend: backend.name)

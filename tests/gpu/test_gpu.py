@@ -90,15 +90,15 @@ def test_logits(vocab, hidden, bias, out_dtype):
     weight, x, b = make(vocab, hidden, 64, bias)
     asked = None if out_dtype is BF16 else F32
     head = weight if b is None else (weight, b)
-    for rows in (*range(1, 18), 24, 25, 33, 49, 64):
+    left = vocab < 16384 and vocab % 16 == 0  # beyond 48 rows: to the default GEMM, while nothing is measured
+    for rows in (*range(1, 18), 24, 25, 33, 48, 49, 64):
         out = torch.full((rows, vocab), float("nan"), device="cuda", dtype=out_dtype)
         decision = lowbatch_lmhead.explain(head, x[:rows], out_dtype=asked)
-        assert decision.taken, decision
+        assert decision.taken is not (left and rows > 48 and hidden <= 8192), decision
         assert lowbatch_lmhead.project(head, x[:rows], out=out, out_dtype=asked) is out
         check(out, reference(x[:rows], weight, b), out_dtype)
         after = lowbatch_lmhead.explain(head, x[:rows], out_dtype=asked)
-        assert after.taken, after
-        assert after.prepared
+        assert (after.taken, after.prepared) == (decision.taken, True), after
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32])

@@ -53,14 +53,20 @@ def _asks_to_be_first(backend: Backend, problem: Problem) -> bool:
 
 
 def in_line(
-    problem: Problem, tactics: Callable[[Backend], Iterable[Any]]
+    problem: Problem, tactics: Callable[[Backend], Iterable[Any]], without: str | None = None
 ) -> tuple[list[tuple[Backend, Any]], list[str]]:
-    """(backend, tactic) for what ``tactics`` gets of each backend that can compute ``problem``; and why not the others."""
+    """(backend, tactic) for what ``tactics`` gets of each backend that can compute ``problem``; and why not the others.
+
+    ``without`` is the reason of a backend that ``tactics`` gets nothing of.
+    """
     able, reasons = candidates(problem)
     found: list[tuple[Backend, Any]] = []
     for backend in able:
         try:
-            found += [(backend, tactic) for tactic in tactics(backend)]
+            offered = [(backend, tactic) for tactic in tactics(backend)]
+            found += offered
+            if without and not offered:
+                reasons.append(f"{backend.name}: {without}")
         except Exception as error:  # as in ``candidates``
             reasons.append(f"{backend.name}: {type(error).__name__}: {error}")
     return found, reasons
@@ -68,7 +74,9 @@ def in_line(
 
 def untuned(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:
     """(backend, tactic) of what may serve ``problem`` unmeasured, first choice first; and why other backends may not."""
-    return in_line(problem, lambda backend: backend.tactics(problem))
+    return in_line(
+        problem, lambda backend: backend.tactics(problem), "it serves this head and row count only once tuned"
+    )
 
 
 def tunable(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:

@@ -29,7 +29,6 @@ MAX_STAGES = 32
 MAX_SUMS = 64  # fp32 sums of a thread; it holds as many accumulators besides
 REGISTERS = 16384  # of a quarter of a multiprocessor, in which a warp stays
 OTHER_REGISTERS = 32  # that a thread gets at least, beside sums and accumulators
-PAIRED_TOKENS = 24  # of a tile, from which on pairs of CTAs are worth a measurement
 MULTIPROCESSORS = 132  # of an H200; on a part with fewer, the CTAs that do not fit run after the others
 # What createpolicy makes of these L2 policies.
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
@@ -44,7 +43,7 @@ PADDING = 4  # fp32 words after each token of the staging buffer: a warp's store
 class Tactic:
     """Tile sizes in elements, ring depth, warpgroups that share a vocabulary tile, CTAs (0: one for each tile).
 
-    The CTAs of a cluster, one or two, take a vocabulary tile each and share what they read of x.
+    The CTAs of a cluster, one, two or four, take a vocabulary tile each and share what they read of x.
     """
 
     vocab_tile: int
@@ -57,9 +56,18 @@ class Tactic:
 
     def __str__(self) -> str:
         grid = f"{self.ctas} CTAs" if self.ctas else "a CTA per tile"
-        pairs = " in pairs" if self.cluster == 2 else ""
+        pairs = {1: "", 2: " in pairs", 4: " in fours"}[self.cluster]
         tile = f"{self.vocab_tile}x{self.token_tile}x{self.k_tile}"
         return f"{tile}, {self.stages} stages, {self.groups} warpgroups, {grid}{pairs}"
+
+
+def box_tokens(token_tile: int) -> int:
+    """Tokens of x that one copy brings.
+
+    The last copy begins early enough to end with the last token: filling in zeros for what lies outside of x takes longer
+    than reading x, 2 to 9 % of a launch at 33 and 49 tokens (benchmarks/results/h200/outside_x.json).
+    """
+    return {24: 8, 48: 16}.get(token_tile, token_tile // 2 if token_tile >= 32 else token_tile)
 
 
 def staged_tokens(token_tile: int) -> int:
@@ -90,7 +98,7 @@ def invalid(tactic: Tactic, arch: devices.Architecture) -> str | None:
         or tactic.groups not in (1, 2)
         or not 2 <= tactic.stages <= MAX_STAGES
         or tactic.ctas < 0
-        or tactic.cluster not in (1, 2)
+        or tactic.cluster not in (1, 2, 4)
         or tactic.ctas % tactic.cluster
     ):
         return f"tactic {tactic} is out of range"
@@ -131,13 +139,18 @@ def deepest_ring(
 # As deepest_ring takes them: vocab_tile, k_tile, groups, CTAs on one multiprocessor, persistent, CTAs of a cluster.
 Choice = tuple[int, int, int, int, bool, int]
 
-# What autotune measures, by token tile: chosen greedily from a sweep of six heads on an H200
-# (benchmarks/results/h200/kernel_sweep.json). Many small CTAs beat few large ones at every row count. Pairs that share what
-# they read of x win at 32 rows.
-_FEW = ((64, 128, 1, 3, True, 1), (64, 128, 1, 3, False, 1), (128, 64, 1, 2, True, 1))
-_MIDDLE = ((64, 128, 1, 2, True, 2), (64, 128, 1, 3, False, 1), (64, 128, 1, 3, True, 1), (128, 64, 2, 2, True, 1))
-_MANY = ((64, 64, 1, 2, True, 1), (64, 128, 1, 3, False, 1), (64, 128, 1, 2, True, 2), (64, 128, 1, 3, True, 1),
-         (128, 128, 1, 1, True, 1))  # fmt: skip
+# Beside each other on 17 shards and 12 whole heads at 4 to 64 rows (benchmarks/results/h200/hopper_default.json). Many small
+# CTAs beat few large ones, and pairs that share what they read of x win at every row count where there are tiles for several
+# rounds. Fours lose 4 to 45 %.
+_PAIRS: Choice = (64, 128, 1, 2, True, 2)
+_LARGE_PAIRS: Choice = (128, 128, 2, 2, True, 2)
+_PER_TILE: Choice = (64, 128, 1, 3, False, 1)
+_TWO: Choice = (64, 128, 1, 2, True, 1)
+_ONE: Choice = (64, 128, 1, 1, True, 1)
+# What autotune measures, by token tile.
+_FEW = (_PAIRS, _PER_TILE, _TWO)
+_MIDDLE = (_PAIRS, _PER_TILE, _TWO, _LARGE_PAIRS)
+_MANY = (_PAIRS, _PER_TILE, _TWO, _LARGE_PAIRS, _ONE)
 # Beyond 64 rows nothing serves unmeasured, and this list is an estimate.
 _MOST = ((64, 64, 1, 2, True, 2), (64, 64, 1, 2, True, 1), (64, 128, 1, 2, False, 1), (128, 64, 2, 1, True, 2))
 AUTOTUNED: dict[int, tuple[Choice, ...]] = {
@@ -150,20 +163,24 @@ def _distinct(problem: Problem, choices: Sequence[Choice]) -> list[Tactic]:
     return list(dict.fromkeys(tactic for tactic in found if tactic is not None))
 
 
-def _default_choice(problem: Problem) -> Choice:
-    tokens = token_tile(problem.rows)
+def _rounds(problem: Problem) -> float:
+    """Vocabulary tiles for each CTA where two live on every multiprocessor."""
+    return math.ceil(problem.vocab / _PAIRS[0]) / (2 * MULTIPROCESSORS)
+
+
+def default_choice(problem: Problem) -> Choice:
+    """What serves unmeasured."""
+    tokens, rounds = token_tile(problem.rows), _rounds(problem)
     if tokens > 64:
         return _MOST[0]
-    if tokens >= 48 and problem.hidden < 1024:
-        return (64, 64, 1, 2, True, 1)
+    if rounds <= 0.5:  # each CTA has a multiprocessor to itself
+        return _ONE if tokens >= 32 else _TWO
+    if rounds <= 1:
+        return _TWO if tokens >= 32 else _PER_TILE
     # Persistent CTAs save the start of the next tile, but if the last round is nearly empty, the GPU is for most of it.
-    paired = tokens >= PAIRED_TOKENS
-    residents = 2 if paired else 3
-    rounds = math.ceil(problem.vocab / 64) / (residents * MULTIPROCESSORS)
-    full = math.ceil(rounds) <= 1.1 * rounds
-    if paired and (full or rounds <= 1):
-        return (64, 128, 1, 2, True, 2)
-    return (64, 128, 1, 3, full and not paired, 1)
+    if math.ceil(rounds) > 1.1 * rounds:
+        return _PER_TILE
+    return _LARGE_PAIRS if tokens == 64 and problem.hidden >= 2048 and rounds > 2 else _PAIRS
 
 
 def default_tactic(problem: Problem) -> Tactic:
@@ -173,7 +190,7 @@ def default_tactic(problem: Problem) -> Tactic:
 
 def autotune_tactics(problem: Problem) -> list[Tactic]:
     """The default tactic, then those that beat it on some head."""
-    return _distinct(problem, [_default_choice(problem), *AUTOTUNED[token_tile(problem.rows)]])
+    return _distinct(problem, [default_choice(problem), *AUTOTUNED[token_tile(problem.rows)]])
 
 
 def invariant_tactic(problem: Problem) -> Tactic:
@@ -198,9 +215,8 @@ def sweep_tactics(problem: Problem) -> list[Tactic]:
         for residents in (1, 2, 3, 4)
         for persistent in (True, False)
         # What is in flight on a multiprocessor is at least two stages of each CTA, and one CTA that is not persistent
-        # leaves its multiprocessor idle between two tiles. Few rows of x are not worth sharing.
+        # leaves its multiprocessor idle between two tiles.
         if (persistent or residents > 1) and vocab_tile * k_tile <= max(128 * 128, vocab_tile * 128)
-        if cluster == 1 or token_tile(problem.rows) >= PAIRED_TOKENS
     ]
     found = [*autotune_tactics(problem), *_distinct(problem, choices)]
     return list(dict.fromkeys(found))
@@ -220,11 +236,15 @@ class HopperStream(CompiledBackend):
         return flashinfer.unusable()
 
     def first(self, problem: Problem) -> bool:
-        # On an H200 warp split-K is 0.5 to 4 % quicker up to 8 rows (kernel_sweep.json), and slower beyond.
-        return problem.rows > 8
+        # Up to 8 rows warp split-K is as quick on an H200 or up to 8 % quicker, except where the second round is nearly
+        # empty: there it is 3 to 9 % slower (hopper_default.json).
+        return problem.rows > 8 or 1 < _rounds(problem) <= 1.25
 
     def tactics(self, problem: Problem) -> list[Tactic]:
-        return [default_tactic(problem)]
+        # With few vocabulary tiles, or few in the second round, cuBLAS was up to 6 % quicker at 64 rows and never 3 %
+        # slower, if it likes the vocabulary (hopper_default.json).
+        few = (_rounds(problem) <= 0.5 and problem.hidden <= 8192) or 1 < _rounds(problem) <= 1.2
+        return [] if problem.rows > 48 and few and problem.vocab % 16 == 0 else [default_tactic(problem)]
 
     def autotune_tactics(self, problem: Problem) -> list[Tactic]:
         return autotune_tactics(problem)
@@ -275,6 +295,8 @@ def _kernel_class() -> Any:
             self.group_rows = tactic.vocab_tile // tactic.groups
             self.blocks = self.group_rows // instruction_rows  # wgmma instructions for one step of k
             self.stage_bytes = (tactic.vocab_tile + tactic.token_tile) * tactic.k_tile * 2
+            self.box_tokens = box_tokens(tactic.token_tile)
+            self.boxes = tactic.token_tile // self.box_tokens
             self.staged_tokens = staged_tokens(tactic.token_tile)
             self.pitch = self.group_rows + PADDING
 
@@ -285,6 +307,9 @@ def _kernel_class() -> Any:
             ring = self.stages * self.panels
             weight_ring = cute.tile_to_shape(atom, (self.vocab_tile, PANEL, ring), (0, 1, 2))
             x_ring = cute.tile_to_shape(atom, (self.token_tile, PANEL, ring), (0, 1, 2))
+            x_boxes = cute.tile_to_shape(
+                atom, (self.box_tokens, PANEL, ring * self.boxes), (0, 1, 2)
+            )  # the same places
             # Sizes that the compiler does not know keep it from folding a mode that is smaller than its tile.
             sizes = (cutlass.Int32(self.vocab), cutlass.Int32(self.hidden))
             weight = cute.make_tensor(weight.iterator, cute.make_layout(sizes, stride=(self.hidden, 1)))
@@ -293,7 +318,7 @@ def _kernel_class() -> Any:
                 cpasync.CopyBulkTensorTileG2SOp(), weight, weight_ring, (self.vocab_tile, PANEL)
             )
             x_op = cpasync.CopyBulkTensorTileG2SOp if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp
-            x_copy, x_coordinates = cpasync.make_tiled_tma_atom(x_op(), x, x_ring, (self.token_tile, PANEL))
+            x_copy, x_coordinates = cpasync.make_tiled_tma_atom(x_op(), x, x_boxes, (self.box_tokens, PANEL))
             mma = cute.make_tiled_mma(
                 warpgroup.MmaF16BF16Op(
                     dtype,
@@ -305,7 +330,7 @@ def _kernel_class() -> Any:
                 )
             )
             self.stream(
-                mma, weight_copy, weight_coordinates, x_copy, x_coordinates, weight_ring, x_ring, bias, out
+                mma, weight_copy, weight_coordinates, x_copy, x_coordinates, weight_ring, x_ring, x_boxes, bias, out
             ).launch(
                 grid=(self.ctas, cute.ceil_div(out.shape[0], self.token_tile), 1),
                 block=(group_threads * self.groups + 32, 1, 1),
@@ -327,6 +352,7 @@ def _kernel_class() -> Any:
             x_coordinates,
             weight_ring,
             x_ring,
+            x_boxes,
             bias,
             out,
         ):
@@ -365,7 +391,7 @@ def _kernel_class() -> Any:
                     x_copy,
                     x_coordinates,
                     weight_smem,
-                    x_smem,
+                    cute.make_tensor(x_smem.iterator, x_boxes.outer),
                     full,
                     empty,
                     out,
@@ -374,6 +400,11 @@ def _kernel_class() -> Any:
                 )
             else:
                 self.multiply(mma, weight_smem, x_smem, staging, full, empty, bias, out, thread, cta, token_block)
+
+        @cute.jit
+        def first_token(self, own, rows):  # type: ignore[no-untyped-def]
+            """The first token of the box whose own tokens begin at ``own``: the box ends where x does, or earlier."""
+            return cutlass.max(cutlass.min(own, rows - self.box_tokens), 0)
 
         @cute.jit
         def load(  # type: ignore[no-untyped-def]
@@ -392,7 +423,6 @@ def _kernel_class() -> Any:
         ):
             """The producer warp: fills stage after stage, tile after tile."""
             weight_tiles = cute.local_tile(weight_coordinates, (self.vocab_tile, PANEL), (None, None))
-            x_tiles = cute.local_tile(x_coordinates, (self.token_tile, PANEL), (token_block, None))
             weight_to, weight_from = cpasync.tma_partition(
                 weight_copy,
                 0,
@@ -400,9 +430,16 @@ def _kernel_class() -> Any:
                 cute.group_modes(weight_smem, 0, 2),
                 cute.group_modes(weight_tiles, 0, 2),
             )
-            x_to, x_from = cpasync.tma_partition(
-                x_copy, 0, cute.make_layout(1), cute.group_modes(x_smem, 0, 2), cute.group_modes(x_tiles, 0, 2)
-            )
+            x_to, x_from = None, []
+            for box in cutlass.range_constexpr(self.boxes):
+                token = self.first_token(token_block * self.token_tile + box * self.box_tokens, out.shape[0])
+                x_tiles = cute.local_tile(
+                    cute.domain_offset((token, 0), x_coordinates), (self.box_tokens, PANEL), (0, None)
+                )
+                x_to, x_tiles = cpasync.tma_partition(
+                    x_copy, 0, cute.make_layout(1), cute.group_modes(x_smem, 0, 2), cute.group_modes(x_tiles, 0, 2)
+                )
+                x_from.append(x_tiles)
             policy = cutlass.Int64(EVICT_FIRST)
             if out.shape[0] > KEPT_LOGITS // (self.vocab * (out.element_type.width // 8)):
                 policy = cutlass.Int64(EVICT_NORMAL)
@@ -424,16 +461,17 @@ def _kernel_class() -> Any:
                             tma_bar_ptr=full + stage,
                             cache_policy=policy,
                         )
-                        # The CTAs of a cluster take turns. A panel goes to the same place in both rings, and counts there.
-                        if source % self.cluster == cta % self.cluster:
-                            cute.copy(
-                                x_copy,
-                                x_from[(None, source)],
-                                x_to[(None, target)],
-                                tma_bar_ptr=full + stage,
-                                mcast_mask=cutlass.Int16(2**self.cluster - 1),
-                                cache_policy=cutlass.Int64(EVICT_NORMAL),
-                            )
+                        # The CTAs of a cluster take turns. A box goes to the same place in both rings, and counts there.
+                        for box in cutlass.range_constexpr(self.boxes):
+                            if (source * self.boxes + box) % self.cluster == cta % self.cluster:
+                                cute.copy(
+                                    x_copy,
+                                    x_from[box][(None, source)],
+                                    x_to[(None, target * self.boxes + box)],
+                                    tma_bar_ptr=full + stage,
+                                    mcast_mask=cutlass.Int16(2**self.cluster - 1),
+                                    cache_policy=cutlass.Int64(EVICT_NORMAL),
+                                )
                     stage += 1
                     if stage == self.stages:
                         stage = cutlass.Int32(0)
@@ -520,8 +558,10 @@ def _kernel_class() -> Any:
             chunks = self.token_tile // self.staged_tokens
             block_sums = self.token_tile // 2  # of one instruction
             for chunk in cutlass.range_constexpr(chunks):
-                token = token_block * self.token_tile + chunk * self.staged_tokens
-                if token < rows:
+                place = chunk * self.staged_tokens
+                own = token_block * self.token_tile + place // self.box_tokens * self.box_tokens
+                token = self.first_token(own, rows) + place % self.box_tokens
+                if token + self.staged_tokens > own and token < rows:
                     # The staging buffer has been read: by the last chunk, or the last tile.
                     cute.arch.barrier(barrier_id=group + 1, number_of_threads=group_threads)
                     column = lane % 4 * 2
@@ -534,19 +574,19 @@ def _kernel_class() -> Any:
                             (staging + column * self.pitch + row + offset).store(value)
                     cute.arch.barrier(barrier_id=group + 1, number_of_threads=group_threads)
                     if vectors and first + self.group_rows <= self.vocab:
-                        self.write_vectors(staging, out, lane, first, token, vector_width)
+                        self.write_vectors(staging, out, lane, first, token, own, vector_width)
                     else:
-                        self.write_elements(staging, out, lane, first, token)
+                        self.write_elements(staging, out, lane, first, token, own)
 
         @cute.jit
-        def write_vectors(self, staging, out, lane, first, token, vector_width):  # type: ignore[no-untyped-def]
-            """Staged tokens to global memory, 16 bytes a store."""
+        def write_vectors(self, staging, out, lane, first, token, own, vector_width):  # type: ignore[no-untyped-def]
+            """Staged tokens, from ``own`` on, to global memory, 16 bytes a store."""
             per_token = self.group_rows // vector_width
             total = self.staged_tokens * per_token
             for i in cutlass.range_constexpr(math.ceil(total / group_threads)):
                 index = lane + i * group_threads
                 line = index // per_token
-                if index < total and token + line < out.shape[0]:
+                if index < total and own <= token + line and token + line < out.shape[0]:
                     column = index % per_token * vector_width
                     source = staging + cute.assume(line * self.pitch + column, divby=4)
                     values = cute.make_rmem_tensor(vector_width, cutlass.Float32)
@@ -558,13 +598,13 @@ def _kernel_class() -> Any:
                     cute.autovec_copy(logits, cute.make_tensor(target, cute.make_layout(vector_width)))
 
         @cute.jit
-        def write_elements(self, staging, out, lane, first, token):  # type: ignore[no-untyped-def]
-            """Staged tokens to global memory one by one, as far as the vocabulary goes."""
+        def write_elements(self, staging, out, lane, first, token, own):  # type: ignore[no-untyped-def]
+            """Staged tokens, from ``own`` on, to global memory one by one, as far as the vocabulary goes."""
             total = self.staged_tokens * self.group_rows
             for index in cutlass.range(lane, total, group_threads, unroll=4):
                 line = index // self.group_rows
                 column = index % self.group_rows
-                if token + line < out.shape[0] and first + column < self.vocab:
+                if own <= token + line and token + line < out.shape[0] and first + column < self.vocab:
                     logit = (staging + line * self.pitch + column).load().to(out.element_type)
                     (out.iterator + (cutlass.Int64(token + line) * out.stride[0] + first + column)).store(logit)
 

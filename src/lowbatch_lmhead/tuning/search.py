@@ -1,20 +1,19 @@
 """Which launch serves which row count of one head: measured, within a budget of time, and alike on all ranks.
 
-1. Buckets: at 1, 2, 4, ... rows every tactic of every backend is timed beside the default GEMM. What wins there, and
-   what comes close, goes on.
+1. Buckets: at 1, 2, 4, 8, 16, 24, 32, 48, ... rows every tactic of every backend is timed beside the default GEMM. What
+   wins there, and what comes close, goes on.
 2. Row counts: those that won the bucket above are timed beside the default GEMM at every row count on its own. Only
    where nothing won at either end of a bucket, nothing is timed inside. At the first row count of a large bucket all that
    was timed at its end is timed again, and what wins there goes on as well.
 3. A launch serves where it is quicker than the default GEMM by more than the noise, which is how far the default GEMM
-   differs from itself in the same rounds. Among launches that are close their times at the neighbouring row counts count
-   as well, and of those that are alike the one listed first serves, so that the choice is the same the next time.
+   differs from itself in the same rounds. Among launches that are alike the one listed first serves, so that the choice
+   is the same the next time.
 
 Every decision is made on times that all ranks have exchanged, of each the slowest rank's, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,9 +31,8 @@ LEAST_GAIN = 0.01  # what a launch has to be quicker by, even where the noise is
 MOST_NOISE = 0.02  # more is a disturbance: measured once more
 TIE = 0.004  # launches that differ by less are alike
 FINALISTS = 2  # of one end of a bucket
-LARGE_BUCKET = 9  # row counts from which on both ends have finalists: what wins at 32 rows can be 4 % behind at 17
+LARGE_BUCKET = 8  # row counts from which on both ends have finalists: what wins at one may be 4 % behind at the other
 CLOSE = 0.015  # what a finalist may be behind the winner
-NEIGHBOURS = 1  # row counts on either side whose times count as well where launches are close
 
 Name = str  # "backend (tactic)"
 Step = Callable[[int, int], None]
@@ -102,11 +100,10 @@ def tune_inside(option: Option, problem: Problem, weight: Tensor, bias: Tensor |
 
 
 def buckets(max_rows: int) -> list[int]:
-    """1, 2, 4, ... and ``max_rows``."""
-    found = [1]
-    while found[-1] * 2 < max_rows:
-        found.append(found[-1] * 2)
-    return found if found[-1] == max_rows else [*found, max_rows]
+    """1, 2, 4, ..., from 16 on also half-way to the next, where tiles of tokens end; and ``max_rows``."""
+    powers = [1 << power for power in range(max_rows.bit_length())]
+    halves = [power + power // 2 for power in powers if power >= 16]
+    return sorted(end for end in {*powers, *halves, max_rows} if end <= max_rows)
 
 
 def named(name: Name, plan: Plan, rows: int, max_rows: int) -> Option:
@@ -303,25 +300,8 @@ class Search:
         return self._best(rows, self._quicker(rows, among))
 
     def _best(self, rows: int, quicker: list[Option]) -> Option | None:
-        own = self._result.measured[rows].us
-        least = min((option.weigh(own[option.name]) for option in quicker), default=0.0)
-        close = [option for option in quicker if option.weigh(own[option.name]) <= least * (1 + CLOSE)]
-        near = self._near(rows, {option.name for option in close})
-        behind = [[option.weigh(us[option.name]) for option in close] for us in near]
-        behind = [[us / min(row) for us in row] for row in behind]  # each row count's best
-        middle = [statistics.median(column) for column in zip(*behind)]
-        return next((option for option, one in zip(close, middle) if one <= min(middle) * (1 + TIE)), None)
-
-    def _near(self, rows: int, names: set[Name]) -> list[dict[Name, float]]:
-        """The times at ``rows``, and at its neighbours in the bucket where all of ``names`` were timed.
-
-        What a launch takes moves by 1 % from process to process and from one row count to the next, more than what launches
-        that are close differ by.
-        """
-        counts = range(rows - NEIGHBOURS, rows + NEIGHBOURS + 1)
-        of_bucket = [count for count in counts if count > 0 and (count - 1).bit_length() == (rows - 1).bit_length()]
-        measured = [self._result.measured[count].us for count in of_bucket if count in self._result.measured]
-        return [us for us in measured if names <= us.keys()]
+        times = [option.weigh(self._result.measured[rows].us[option.name]) for option in quicker]
+        return next((option for option, us in zip(quicker, times) if us <= min(times) * (1 + TIE)), None)
 
     def _quicker(self, rows: int, among: list[Option] | None = None) -> list[Option]:
         """What is quicker than the default GEMM at ``rows`` by more than the noise, and not wrong anywhere."""

@@ -6,6 +6,7 @@ python benchmarks/table.py benchmarks/results/h200
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -29,6 +30,30 @@ def heads(core: dict) -> list[str]:
     return lines
 
 
+def tuned(results: dict) -> list[str]:
+    """Geometric means of ``us / linear_us`` with bfloat16 logits, and the share of cases that a kernel serves."""
+    rows = [row for row in results["rows"] if row["out_dtype"] == "bfloat16"]
+    kinds = {
+        "whole heads, vocab % 16 == 0": [row for row in rows if not is_shard(row) and row["vocab"] % 16 == 0],
+        "whole heads, other vocabularies": [row for row in rows if not is_shard(row) and row["vocab"] % 16],
+        "1/8 shards": [row for row in rows if is_shard(row)],
+    }
+    lines = ["| bfloat16 logits | 1-8 rows | 9-16 rows | 17-32 rows |", "| --- | --- | --- | --- |"]
+    for kind, of_kind in kinds.items():
+        cells = []
+        for first, last in ((1, 8), (9, 16), (17, 32)):
+            chosen = [row for row in of_kind if first <= row["rows"] <= last]
+            ratio = statistics.geometric_mean([row["us"] / row["linear_us"] for row in chosen])
+            served = sum(row["backend"] != "default GEMM" for row in chosen) / len(chosen)
+            cells.append(f"{ratio:.2f} ({100 * served:.0f} %)")
+        lines.append(f"| {kind} ({len({row['model'] for row in of_kind})}) | {' | '.join(cells)} |")
+    return lines
+
+
+def is_shard(row: dict) -> bool:
+    return "1/8" in row["model"]
+
+
 def calls(host: dict) -> list[str]:
     shown = ("F.linear(x, weight)", "project(head, x)", "bind(head)(x)", "bind(head)(x, out=out)", "TVM-FFI launch")
     lines = ["| host time of a call, us | |", "| --- | --- |"]
@@ -37,9 +62,10 @@ def calls(host: dict) -> list[str]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    core, host = (json.loads((folder / name).read_text()) for name in ("core.json", "host.json"))
-    print("\n".join([*heads(core), "", *calls(host)]))
-    print(json.dumps(core["summary"], indent=1))
+    results = [json.loads((folder / name).read_text()) for name in ("tuned.json", "core.json", "host.json")]
+    tables = [make(result) for make, result in zip((tuned, heads, calls), results)]
+    print("\n\n".join("\n".join(table) for table in tables))
+    print(*(json.dumps(result["summary"], indent=1) for result in results[:2]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from lowbatch_lmhead import head
 
@@ -24,3 +26,13 @@ def test_python_blocks_run(monkeypatch, capsys):
         assert (got - expected).norm() / expected.norm() < limit
     assert torch.isfinite(namespace["out"]).all()
     assert "default GEMM" in capsys.readouterr().out or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(("make", "result"), [("tuned", "tuned.json"), ("heads", "core.json"), ("calls", "host.json")])
+def test_tables_are_those_of_the_results(make, result):
+    path = ROOT / "benchmarks" / "results" / "h200" / result
+    if not path.exists():
+        pytest.skip("a source distribution has no results")
+    table = getattr(load_script(ROOT / "benchmarks" / "table.py"), make)(json.loads(path.read_text()))
+    assert len(table) > 4
+    assert "\n".join(table) + "\n" in (ROOT / "README.md").read_text()

@@ -297,7 +297,7 @@ def _kernel_class() -> Any:
             self.stage_bytes = (tactic.vocab_tile + tactic.token_tile) * tactic.k_tile * 2
             self.box_tokens = box_tokens(tactic.token_tile)
             self.boxes = tactic.token_tile // self.box_tokens
-            self.staged_tokens = staged_tokens(tactic.token_tile)
+            self.staged_tokens = min(staged_tokens(tactic.token_tile), self.box_tokens)  # of one box
             self.pitch = self.group_rows + PADDING
 
         @cute.jit

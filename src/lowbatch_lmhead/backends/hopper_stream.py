@@ -430,7 +430,8 @@ def _kernel_class() -> Any:
                 cute.group_modes(weight_smem, 0, 2),
                 cute.group_modes(weight_tiles, 0, 2),
             )
-            x_to, x_from = None, []
+            x_to: Any = None  # the same for every box
+            x_from: list[Any] = []
             for box in cutlass.range_constexpr(self.boxes):
                 token = self.first_token(token_block * self.token_tile + box * self.box_tokens, out.shape[0])
                 x_tiles = cute.local_tile(

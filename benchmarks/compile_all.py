@@ -36,8 +36,9 @@ def shard(head: dict[str, Any], ranks: int = 8) -> dict[str, Any]:
 def launches(head: dict[str, Any], arch: str, which: argparse.Namespace) -> Iterator[tuple[Any, Problem, Any]]:
     """(backend, problem, tactic) of each launch of one head, once."""
     done: set[tuple[Any, ...]] = set()
+    last = max(devices.untuned_rows(arch), TUNED_ROWS if which.tuning else 0)
     for out_dtype in (torch.bfloat16, torch.float32):
-        for rows in range(1, max(TUNED_ROWS, devices.untuned_rows(arch)) + 1):
+        for rows in range(1, last + 1):
             problem = Problem(head["vocab_size"], head["hidden_size"], rows, torch.bfloat16, out_dtype, False, arch)
             able = [b for b in backends.candidates(problem)[0] if isinstance(b, CompiledBackend)]
             measured = which.tuning and rows <= TUNED_ROWS  # beyond, a tuned head is served as any other

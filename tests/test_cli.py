@@ -248,7 +248,10 @@ def test_compile_writes_what_serving_finds(capsys, monkeypatch, tmp_path):
     assert [line.split()[0] for line in lines] == ["1-8", "9-16", "17-24", "25-32", "33-48"]
     assert all(name in line for name, line in zip(names, lines))
     left = done.out.partition("  49-64 rows: default GEMM\n")[2]
-    assert "    because hopper stream: it serves this head and row count only once tuned\n" in left
+    assert (
+        "    because hopper stream: it serves this row count only where autotune with such a max_rows finds it quicker\n"
+        in left
+    )
     assert "65+ rows: default GEMM\n    because kernels serve up to 64 rows on sm_90a" in left
     assert "5 kernels written" in done.out
     assert f"export LOWBATCH_LMHEAD_OBJECTS={folder}\n" in done.out

@@ -53,11 +53,13 @@ def _asks_to_be_first(backend: Backend, problem: Problem) -> bool:
 
 
 def in_line(
-    problem: Problem, tactics: Callable[[Backend], Iterable[Any]], without: str | None = None
+    problem: Problem,
+    tactics: Callable[[Backend], Iterable[Any]],
+    why_none: Callable[[Backend], str | None] | None = None,
 ) -> tuple[list[tuple[Backend, Any]], list[str]]:
     """(backend, tactic) for what ``tactics`` gets of each backend that can compute ``problem``; and why not the others.
 
-    ``without`` is the reason of a backend that ``tactics`` gets nothing of.
+    ``why_none`` gives the reason, if any, of a backend that ``tactics`` gets nothing of.
     """
     able, reasons = candidates(problem)
     found: list[tuple[Backend, Any]] = []
@@ -65,8 +67,9 @@ def in_line(
         try:
             offered = [(backend, tactic) for tactic in tactics(backend)]
             found += offered
-            if without and not offered:
-                reasons.append(f"{backend.name}: {without}")
+            reason = why_none(backend) if why_none and not offered else None
+            if reason:
+                reasons.append(f"{backend.name}: {reason}")
         except Exception as error:  # as in ``candidates``
             reasons.append(f"{backend.name}: {type(error).__name__}: {error}")
     return found, reasons
@@ -74,9 +77,13 @@ def in_line(
 
 def untuned(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:
     """(backend, tactic) of what may serve ``problem`` unmeasured, first choice first; and why other backends may not."""
-    return in_line(
-        problem, lambda backend: backend.tactics(problem), "it serves this head and row count only once tuned"
-    )
+
+    def _why_not(backend: Backend) -> str | None:
+        if not list(backend.autotune_tactics(problem)):
+            return None
+        return "it serves this row count only where autotune with such a max_rows finds it quicker"
+
+    return in_line(problem, lambda backend: backend.tactics(problem), _why_not)
 
 
 def tunable(problem: Problem) -> tuple[list[tuple[Backend, Any]], list[str]]:

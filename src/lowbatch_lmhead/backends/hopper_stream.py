@@ -64,8 +64,9 @@ class Tactic:
 def box_tokens(token_tile: int) -> int:
     """Tokens of x that one copy brings.
 
-    The last copy begins early enough to end with the last token: filling in zeros for what lies outside of x takes longer
-    than reading x, 2 to 9 % of a launch at 33 and 49 tokens (benchmarks/results/h200/outside_x.json).
+    Where a tile has several, the last copy begins early enough to end with the last token: filling in zeros for what lies
+    outside of x takes longer than reading x, 2 to 9 % of a launch of pairs at 33 and 49 tokens
+    (benchmarks/results/h200/outside_x.json).
     """
     return {24: 8, 48: 16}.get(token_tile, token_tile // 2 if token_tile >= 32 else token_tile)
 
@@ -141,7 +142,7 @@ Choice = tuple[int, int, int, int, bool, int]
 
 # Beside each other on 17 shards and 12 whole heads at 4 to 64 rows (benchmarks/results/h200/hopper_default.json). Many small
 # CTAs beat few large ones, and pairs that share what they read of x win at every row count where there are tiles for several
-# rounds. Fours lose 4 to 45 %.
+# rounds. There fours lose 1 to 41 %.
 _PAIRS: Choice = (64, 128, 1, 2, True, 2)
 _LARGE_PAIRS: Choice = (128, 128, 2, 2, True, 2)
 _PER_TILE: Choice = (64, 128, 1, 3, False, 1)
@@ -236,13 +237,13 @@ class HopperStream(CompiledBackend):
         return flashinfer.unusable()
 
     def first(self, problem: Problem) -> bool:
-        # Up to 8 rows warp split-K is as quick on an H200 or up to 8 % quicker, except where the second round is nearly
-        # empty: there it is 3 to 9 % slower (hopper_default.json).
+        # Up to 8 rows warp split-K took 0.89 to 1.04 of the time on an H200, but 1.01 to 1.08 where the second round is
+        # nearly empty (hopper_default.json).
         return problem.rows > 8 or 1 < _rounds(problem) <= 1.25
 
     def tactics(self, problem: Problem) -> list[Tactic]:
         # With few vocabulary tiles, or few in the second round, cuBLAS was up to 6 % quicker at 64 rows and never 3 %
-        # slower, if it likes the vocabulary (hopper_default.json).
+        # slower, if it likes the vocabulary (hopper_default.json: bfloat16 logits, no bias; taken to hold for the others).
         few = (_rounds(problem) <= 0.5 and problem.hidden <= 8192) or 1 < _rounds(problem) <= 1.2
         return [] if problem.rows > 48 and few and problem.vocab % 16 == 0 else [default_tactic(problem)]
 
@@ -297,7 +298,7 @@ def _kernel_class() -> Any:
             self.stage_bytes = (tactic.vocab_tile + tactic.token_tile) * tactic.k_tile * 2
             self.box_tokens = box_tokens(tactic.token_tile)
             self.boxes = tactic.token_tile // self.box_tokens
-            self.staged_tokens = min(staged_tokens(tactic.token_tile), self.box_tokens)  # of one box
+            self.staged_tokens = staged_tokens(tactic.token_tile)
             self.pitch = self.group_rows + PADDING
 
         @cute.jit

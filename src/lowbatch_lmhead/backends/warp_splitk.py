@@ -79,8 +79,7 @@ def default_tactic(problem: Problem) -> Tactic:
         k_tile = 128 if tiles_fit(hidden, 128) else 256
         residents = 2
         if k_tile == 128 and problem.arch == "sm_90a":
-            # With a token tile of 32 a fourth CTA would leave two stages. With three, the kernel serves a third of the cases
-            # of 17 to 32 rows in benchmarks/results/h200/tuned.json.
+            # With a token tile of 32 a fourth CTA would leave two stages.
             residents = 3 if token_tile == 32 else 4
     return deepest_ring(output_tile, token_tile, k_tile, residents, hidden, arch) or Tactic(
         output_tile, token_tile, k_tile, min(2, hidden // k_tile), 2
@@ -107,9 +106,9 @@ AUTOTUNED = {
     16: ((32, 128, 3), (16, 128, 5), (16, 128, 3)),
     32: ((16, 128, 4),),
 }
-# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 709 of 3136 cases up to this vocabulary
-# and in 5 of 2496 above (benchmarks/results/h200/tuned.json), all of one head, whose choice differed from process to
-# process (tuned_again.json). It is two waves of four CTAs with 32 rows each on 132 multiprocessors.
+# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 196 of 1792 cases up to this vocabulary
+# (benchmarks/results/h200/tuned.json), and in 5 of 2496 above while they were measured there. It is two waves of four CTAs
+# with 32 rows each on 132 multiprocessors.
 SMALL_VOCAB = 2 * 4 * 32 * 132
 
 

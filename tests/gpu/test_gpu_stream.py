@@ -140,12 +140,17 @@ def test_more_logits_than_are_kept_in_l2(kind, rows, out_dtype):
         check(run(backend, tactic, asked, weight, x, bias), weight, x, bias, tactic)
 
 
-def test_more_rows_than_a_tile_holds(kind):
+@pytest.mark.parametrize("fitted", [8, 16, 24, 32, 48, 64])
+def test_more_and_fewer_rows_than_a_tile_holds(kind, fitted):
+    """Several tiles of tokens, the last one full or not, and fewer tokens than one copy of x brings."""
     module, backend = kind
-    asked = problem(1000, 520, 20)
-    tactic = module.default_tactic(problem(1000, 520, 8))  # a tile of 8 for 20 rows
-    weight, x, _ = make(1000, 520, 20)
-    check(run(backend, tactic, asked, weight, x, None), weight, x, None, tactic)
+    weight, x, _ = make(1000, 520, 80)
+    full = problem(1000, 520, fitted)
+    for tactic in dict.fromkeys([module.default_tactic(full), *backend.autotune_tactics(full)]):
+        for rows in (3, 9, 20, 33, 50, 64, 80):
+            asked = problem(1000, 520, rows)
+            if backend.supports(asked) is None:
+                check(run(backend, tactic, asked, weight, x[:rows], None), weight, x[:rows], None, (tactic, rows))
 
 
 @pytest.mark.parametrize(("vocab", "hidden"), [(256000, 12288), (174801, 12296)])

@@ -33,6 +33,11 @@ def shard(head: dict[str, Any], ranks: int = 8) -> dict[str, Any]:
     return {**head, "model": f"{head['model']} 1/{ranks}", "vocab_size": padded // ranks}
 
 
+def is_in(folder: Path, backend: CompiledBackend, problem: Problem, tactic: Any) -> bool:
+    """Whether ``folder`` holds what ``backend`` compiles for ``tactic``."""
+    return (folder / f"{objects.stem(object_key(backend.name, problem, tactic))}.json").exists()
+
+
 def launches(head: dict[str, Any], arch: str, which: argparse.Namespace) -> Iterator[tuple[Any, Problem, Any]]:
     """(backend, problem, tactic) of each launch of one head, once."""
     done: set[tuple[Any, ...]] = set()
@@ -75,8 +80,7 @@ def main() -> None:
             count = 0
             for backend, problem, tactic in launches(head, arch, arguments):
                 count += 1
-                key = object_key(backend.name, problem, tactic)
-                if arguments.out and arguments.resume and (arguments.out / f"{objects.stem(key)}.json").exists():
+                if arguments.out and arguments.resume and is_in(arguments.out, backend, problem, tactic):
                     continue
                 try:
                     key, library = backend.build(problem, tactic)

@@ -9,18 +9,14 @@ count are replayed in turn, and F.linear with them. bfloat16 logits.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import beside
 import torch
 from compile_all import HEADS, shard
 
-from lowbatch_lmhead import objects
 from lowbatch_lmhead.backends import Problem, hopper_stream
-from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 
 SHARDS = (
@@ -72,81 +68,21 @@ def tactics(problem: Problem) -> dict[str, tuple[Any, Any]]:
     return {name: (backend, tactic) for name, (backend, tactic) in found.items() if tactic is not None}
 
 
-def problems(shape: tuple[int, int]) -> list[Problem]:
-    return [Problem(*shape, rows, torch.bfloat16, torch.bfloat16, False, "sm_90a") for rows in ROWS]
-
-
-def compile_all(arguments: argparse.Namespace) -> None:
-    arguments.out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for problem in [problem for shape in shapes() for problem in problems(shape)][arguments.part :: arguments.parts]:
+def jobs(shape: tuple[int, int]) -> Iterator[beside.Job]:
+    for count in ROWS:
+        problem = beside.sm90(shape, count)
         for backend, tactic in tactics(problem).values():
-            stem = objects.stem(object_key(backend.name, problem, tactic))
-            if not (arguments.out / f"{stem}.json").exists():
-                objects.write(arguments.out, *backend.build(problem, tactic))
+            yield backend, problem, tactic
 
 
-def measure(shape: tuple[int, int]) -> list[dict[str, Any]]:
-    import timing
-    from tuned import default
-
-    weights, found = timing.weight_copies(*shape), []
-    for problem in problems(shape):
-        x = torch.randn(problem.rows, problem.hidden, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(problem.rows, problem.vocab, device="cuda", dtype=torch.bfloat16)
-        ways = {name: backend.compile(problem, tactic).call for name, (backend, tactic) in tactics(problem).items()}
-        errors = {}
-        for name, call in ways.items():
-            out.fill_(float("nan"))
-            call(weights[0], x, None, out)
-            errors[name] = timing.relative_error(out, x, weights[0])[0]
-        if not all(error < 2.5e-3 for error in errors.values()):
-            raise SystemExit(f"wrong: {shape}, {problem.rows} rows: {errors}")
-        calls = [
-            lambda weight, call=call, x=x, out=out: call(weight, x, None, out)
-            for call in (default(torch.bfloat16), *ways.values())
-        ]
-        linear_us, *times = timing.gpu_us(calls, weights, rounds=7)
-        found.append(
-            {
-                "vocab": problem.vocab,
-                "hidden": problem.hidden,
-                "rows": problem.rows,
-                "rounds": round(problem.vocab / 64 / (2 * hopper_stream.MULTIPROCESSORS), 2),
-                "us": {name: round(us, 2) for name, us in zip(ways, times)},
-                "linear_us": round(linear_us, 2),
-                "worst_rel_err": max(errors.values()),
-            }
-        )
-        print(json.dumps(found[-1]), flush=True)
-    return found
-
-
-def run(arguments: argparse.Namespace) -> None:
-    import machine
-    from tuned import write
-
-    machine.require_kernels()
-    if arguments.objects:
-        os.environ["LOWBATCH_LMHEAD_OBJECTS"] = str(arguments.objects)
-    with torch.inference_mode():
-        rows = [row for shape in shapes() for row in measure(shape)]
-    write(arguments.out, {"machine": machine.describe(), "choices": WAYS}, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    for name, function in (("compile", compile_all), ("run", run)):
-        command = commands.add_parser(name)
-        command.add_argument("--out", type=Path, required=True)
-        command.set_defaults(function=function)
-        if name == "compile":
-            command.add_argument("--part", type=int, default=0)
-            command.add_argument("--parts", type=int, default=1)
-    command.add_argument("--objects", type=Path)
-    arguments = parser.parse_args()
-    arguments.function(arguments)
+def rows(shape: tuple[int, int], weights: Sequence[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    vocab, hidden = shape
+    rounds = round(vocab / 64 / (2 * hopper_stream.MULTIPROCESSORS), 2)
+    for count in ROWS:
+        problem = beside.sm90(shape, count)
+        found = beside.measure(problem, weights, tactics(problem))
+        yield {"vocab": vocab, "hidden": hidden, "rows": count, "rounds": rounds, **found}
 
 
 if __name__ == "__main__":
-    main()
+    beside.main(__doc__, shapes(), jobs, rows, choices=WAYS)

@@ -41,12 +41,11 @@ import machine
 import timing
 import torch
 import torch.nn.functional as F
-from compile_all import HEADS, shard
+from compile_all import HEADS, is_in, shard
 from tuned import DTYPES, default, make, mean, write
 
 from lowbatch_lmhead import objects
 from lowbatch_lmhead.backends import Problem, warp_splitk
-from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.direct import Direct
 from lowbatch_lmhead.backends.hopper_stream import HopperStream
 from lowbatch_lmhead.backends.stream import Stream
@@ -172,8 +171,7 @@ def compile_all(arguments: argparse.Namespace) -> None:
         if name != model:
             model = name
             print(f"{model:<22} {index} of {len(todo)} [{time.time() - begin:.0f} s]", flush=True)
-        stem = objects.stem(object_key(backend.name, one, tactic))
-        if arguments.resume and (arguments.out / f"{stem}.json").exists():
+        if arguments.resume and is_in(arguments.out, backend, one, tactic):
             continue
         try:
             objects.write(arguments.out, *backend.build(one, tactic))

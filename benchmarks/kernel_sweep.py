@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compile_all import is_in
 
 from lowbatch_lmhead import objects
 from lowbatch_lmhead.backends import Problem, hopper_stream, stream
-from lowbatch_lmhead.backends.compiling import object_key
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 from lowbatch_lmhead.benching.measure import check
 
@@ -69,8 +69,7 @@ def compile_all(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine, begin = jobs()[arguments.part :: arguments.parts], time.time()
     for index, (backend, problem, tactic) in enumerate(mine):
-        stem = objects.stem(object_key(backend.name, problem, tactic))
-        if not (arguments.out / f"{stem}.json").exists():
+        if not is_in(arguments.out, backend, problem, tactic):
             objects.write(arguments.out, *backend.build(problem, tactic))
         if index % 50 == 0:
             print(f"{index} of {len(mine)} [{time.time() - begin:.0f} s]", flush=True)

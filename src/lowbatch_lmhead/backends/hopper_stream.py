@@ -66,9 +66,12 @@ def box_tokens(token_tile: int) -> int:
 
     Where a tile has several, the last copy begins early enough to end with the last token: filling in zeros for what lies
     outside of x takes longer than reading x, 2 to 9 % of a launch of pairs at 33 and 49 tokens
-    (benchmarks/results/h200/outside_x.json).
+    (benchmarks/results/h200/outside_x.json). What is staged at a time comes from one copy.
     """
-    return {24: 8, 48: 16}.get(token_tile, token_tile // 2 if token_tile >= 32 else token_tile)
+    if token_tile <= 16:
+        return token_tile
+    half = token_tile // 2
+    return half if half % staged_tokens(token_tile) == 0 else token_tile // 3
 
 
 def staged_tokens(token_tile: int) -> int:
@@ -308,9 +311,8 @@ def _kernel_class() -> Any:
             ring = self.stages * self.panels
             weight_ring = cute.tile_to_shape(atom, (self.vocab_tile, PANEL, ring), (0, 1, 2))
             x_ring = cute.tile_to_shape(atom, (self.token_tile, PANEL, ring), (0, 1, 2))
-            x_boxes = cute.tile_to_shape(
-                atom, (self.box_tokens, PANEL, ring * self.boxes), (0, 1, 2)
-            )  # the same places
+            # The same places, by what one copy brings.
+            x_boxes = cute.tile_to_shape(atom, (self.box_tokens, PANEL, ring * self.boxes), (0, 1, 2))
             # Sizes that the compiler does not know keep it from folding a mode that is smaller than its tile.
             sizes = (cutlass.Int32(self.vocab), cutlass.Int32(self.hidden))
             weight = cute.make_tensor(weight.iterator, cute.make_layout(sizes, stride=(self.hidden, 1)))

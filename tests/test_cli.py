@@ -878,7 +878,10 @@ def test_tune_json(capsys, tuned):
     [
         ([], "which head?"),
         (["--vocab", "1000"], "--vocab and --hidden go together"),
-        (["--vocab", "1000", "--hidden", "64", "--tp", "7"], "--tp 7 does not divide a vocabulary of 1024"),
+        (
+            ["--vocab", "1000", "--hidden", "64", "--tp", "7"],
+            "does not divide a vocabulary of 1024; --pad 448 would make it",
+        ),
         (["--vocab", "1000", "--hidden", "64", "--tp", "0"], "'0' is not a whole number"),
         (["--vocab", "1000", "--hidden", "64", "--dtype", "float32", "--out-dtype", "float16"], "out_dtype must be"),
         (["--model", "no such model"], "neither one of"),

@@ -194,10 +194,13 @@ def test_nested_inputs(layout):
             call(linear(), x)
 
 
-def test_odd_arguments_of_autotune():
+def test_odd_arguments_of_autotune_and_warmup():
     with testing.reference_backend():
         with pytest.raises(ValueError, match="refresh must be True or False"):
             autotune(linear(), refresh=torch.zeros(2))
+        for call in (autotune, warmup):
+            with pytest.raises(ValueError, match="progress must be True, False or None, got 'y'"):
+                call(linear(), progress="y")
         autotune(linear(), budget_s=10**400, max_rows=1, cache=False)
 
 

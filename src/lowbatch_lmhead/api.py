@@ -13,7 +13,7 @@ from torch import Tensor
 from . import devices, dispatch, gate
 from .gate import Decision
 from .head import Head, HeadLike, find_heads, read_head
-from .report import WarmupReport
+from .report import WarmupReport, check_progress
 from .tuning import TuningReport
 from .warming import warm_head
 
@@ -180,6 +180,7 @@ def warmup(
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
+    check_progress(progress)
     heads = _heads(model_or_head, out_dtype)
     for _, _, read in heads:
         dispatch.check_invariant(read, batch_invariant)

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import platform
 import stat
@@ -600,7 +601,8 @@ def _shard(size: Size, args: argparse.Namespace) -> Size:
     pad = args.pad or (64 if args.tp > 1 else 1)
     padded = -(-size.vocab // pad) * pad
     if padded % args.tp:
-        raise UsageError(f"--tp {args.tp} does not divide a vocabulary of {padded}; --pad {args.tp} would make it")
+        right = math.lcm(64, args.tp)  # engines pad to 64
+        raise UsageError(f"--tp {args.tp} does not divide a vocabulary of {padded}; --pad {right} would make it")
     return Size(padded // args.tp, size.hidden)
 
 

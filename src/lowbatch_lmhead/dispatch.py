@@ -391,8 +391,8 @@ def check_invariant(head: Head, batch_invariant: bool) -> None:
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype) -> None:
     if out_dtype not in (None, own_dtype, torch.float32):
         got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
-        right = " or ".join(dict.fromkeys(("torch.float32", str(own_dtype))))
-        raise ValueError(f"out_dtype must be None, {right}, got {got}")
+        *most, last = dict.fromkeys(("None", "torch.float32", str(own_dtype)))
+        raise ValueError(f"out_dtype must be {', '.join(most)} or {last}, got {got}")
 
 
 def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:

@@ -143,6 +143,11 @@ def _is_terminal() -> bool:
         return False
 
 
+def check_progress(progress: bool | None) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(f"progress must be True, False or None, got {progress!r}")
+
+
 class Bar:
     """A progress bar on stderr, or nothing; ``wanted`` None: one where stderr is a terminal. Entering it gives its step."""
 

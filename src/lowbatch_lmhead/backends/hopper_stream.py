@@ -240,8 +240,8 @@ class HopperStream(CompiledBackend):
         return flashinfer.unusable()
 
     def first(self, problem: Problem) -> bool:
-        # Up to 8 rows warp split-K took 0.89 to 1.04 of the time on an H200, but 1.01 to 1.08 where the second round is
-        # nearly empty (hopper_default.json).
+        # Up to 8 rows warp split-K took 0.89 to 1.04 of the time of pairs on an H200, but 1.01 to 1.08 of the default's
+        # where the second round is nearly empty (hopper_default.json).
         return problem.rows > 8 or 1 < _rounds(problem) <= 1.25
 
     def tactics(self, problem: Problem) -> list[Tactic]:

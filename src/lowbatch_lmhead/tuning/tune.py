@@ -25,7 +25,7 @@ from ..backends.base import dtype_name
 from ..head import Head, sizes_of
 from ..log import warn_once
 from ..plan import Entry, Plan
-from ..report import Bar, Step
+from ..report import Bar, Step, check_progress
 from ..warming import warm_head
 from . import cache as kept
 from . import limit, timing
@@ -141,6 +141,7 @@ def _wishes(max_rows: Any, out_dtype: Any, cache: Any, refresh: bool, budget_s: 
         raise ValueError(f"budget_s must be a number of seconds of at least 0, got {budget_s!r}")
     if not isinstance(refresh, bool):
         raise ValueError(f"refresh must be True or False, got {refresh!r}")
+    check_progress(progress)
     seconds = float(budget_s) if budget_s < LONG_S else math.inf
     return Wishes(max_rows, out_dtype, kept.folder(cache), refresh, seconds, progress)
 

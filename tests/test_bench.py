@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, Counting, load_script, python
+from scripted import Script, steady
 
 from lowbatch_lmhead import cli, cli_bench, plan, testing
 from lowbatch_lmhead.benching import competitors, measure, results
 from lowbatch_lmhead.benching.competitors import Case, Competitor, Prepared
+from lowbatch_lmhead.tuning import timing
 
 CPU = torch.device("cpu")
 HEAD = ["--vocab", "200", "--hidden", "64", "--device", "cpu"]
@@ -174,6 +176,7 @@ class Slow(Counting):
             time.sleep(0.002)
             launch.call(*tensors)
 
+        call.label = "slow"
         return type(launch)(call, launch.backend, launch.tactic)
 
 
@@ -183,10 +186,12 @@ def test_without_a_gpu_it_says_no(capsys):
     assert "bench measures on a CUDA GPU, and there is none here; --device cpu" in capsys.readouterr().err
 
 
-def test_tuned_and_untuned_are_two_plans(capsys, tmp_path):
+def test_tuned_and_untuned_are_two_plans(capsys, monkeypatch, tmp_path):
     """Each is served by its own all the time, though a process has one plan for a head."""
     case = Case("head", 200, 64, 2, torch.bfloat16, CPU, 2)
     weight, x = torch.randn(200, 64).bfloat16(), torch.randn(2, 64).bfloat16()
+    # What autotune measures: a busy machine may be slower than Slow.
+    monkeypatch.setattr(timing, "timer_for", Script(steady(default=1.0, slow=2000.0)))
     with testing.reference_backend(Slow()) as backend, torch.inference_mode():
         tuned, untuned = (make(case, weight, x) for make in (competitors._tuned, competitors._untuned))
         mine = plan.plan_for(weight, None, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The README's tables, from the results that they cite.
+"""The tables of README.md and docs/results.md, from the results that they cite.
 
 python benchmarks/table.py benchmarks/results/h200
 """

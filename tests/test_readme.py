@@ -29,14 +29,21 @@ def test_python_blocks_run(monkeypatch, capsys):
     assert "default GEMM" in capsys.readouterr().out or torch.cuda.is_available()
 
 
-@pytest.mark.parametrize(("make", "result"), [("tuned", "tuned.json"), ("heads", "core.json"), ("calls", "host.json")])
-def test_tables_are_those_of_the_results(make, result):
+@pytest.mark.parametrize(
+    ("page", "make", "result"),
+    [
+        ("README.md", "tuned", "tuned.json"),
+        ("docs/results.md", "heads", "core.json"),
+        ("docs/results.md", "calls", "host.json"),
+    ],
+)
+def test_tables_are_those_of_the_results(page, make, result):
     path = ROOT / "benchmarks" / "results" / "h200" / result
     if not path.exists():
         pytest.skip("a source distribution has no results")
     table = getattr(load_script(ROOT / "benchmarks" / "table.py"), make)(json.loads(path.read_text()))
     assert len(table) > 4
-    assert "\n".join(table) + "\n" in (ROOT / "README.md").read_text()
+    assert "\n".join(table) + "\n" in (ROOT / page).read_text()
 
 
 def test_numbers_about_tuning_are_those_of_the_results():
@@ -65,3 +72,50 @@ def test_numbers_about_tuning_are_those_of_the_results():
         f"up to {summary['MB above the outputs, smaller weights, largest']:.0f} MB (tuned.json)",
     ):
         assert said in text
+
+
+def test_the_comparison_is_that_of_the_results():
+    folder = ROOT / "benchmarks" / "results" / "h200"
+    if not folder.exists():
+        pytest.skip("a source distribution has no results")
+    core, tuned, kernel, tail, host = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("core", "tuned", "kernel", "decode_tail", "host")
+    )
+    untuned, us = core["summary"], host["host_us"]
+    left = [row for row in tuned["rows"] if row["backend"] == "default GEMM"]
+    assert {row["model"] for row in left} == {"llama-2-7b 1/8", "llama-2-7b+pad-token 1/8"}
+    limits = [row for row in tuned["rows"] if row["rows"] <= 8 and row["vocab"] * row["hidden"] * 2 > 200e6]
+    below = [row for row in limits if row["limit_us"] / row["us"] < 0.95]
+    ours_and_theirs = [row["us"] for row in tail["rows"] if "mm_bf16" in row["us"]]
+    lost = [times["ours"] / times["mm_bf16"] - 1 for times in ours_and_theirs if times["mm_bf16"] < times["ours"]]
+    with_triton = [row for row in kernel["rows"] if row["rows"] >= 24 and row.get("triton_us")]
+    slower = [row for row in with_triton if row["us"] > 1.02 * row["triton_us"]]
+    shard = next(
+        row["us"] for row in tail["rows"] if (row["model"], row["batch"], row["mode"]) == ("deepseek-v3 1/8", 4, "eager")
+    )
+    ratios = [row["ratio"] for row in tail["rows"]]
+    missed = next(row for row in tail["rows"] if row["model"] == "granite-3.1-2b" and row["ratio"] > 0.5)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for said in (
+        f"1/8 shard | {shard['F.linear']:.0f} us | {shard['mm_bf16']:.0f} us",
+        f"at {untuned['float32 us / bfloat16 us, geometric mean']:.2f} of the bfloat16 time",
+        f"{untuned['us / linear_us, rows <= 8, vocab % 16 == 0, geometric mean']:.2f} of `F.linear`'s in the geometric mean",
+        f"{untuned['us / linear_us, rows <= 8, largest']:.2f} at worst, and "
+        f"{untuned['other vocabularies, geometric mean']:.2f} for other vocabularies",
+        f"at most {1e3 * untuned['rel_err bfloat16, largest']:.1f}e-3 with bfloat16 logits and "
+        f"{1e6 * untuned['rel_err float32, largest']:.1f}e-6 with float32 logits",
+        f"at most {untuned['float32 us / upcast_us, largest']:.2f} of the time of upcasting",
+        f"takes {min(ratios):.2f} to {max(ratios):.2f} of its time with `F.linear`",
+        f"costs the host {us['project(head, x)']:.1f} us where `F.linear` costs {us['F.linear(x, weight)']:.1f}",
+        f"a bound one with `out` {us['bind(head)(x, out=out)']:.1f}",
+        f"{len(left)} of the {len(tuned['rows'])} tuned cases stay with the default GEMM: "
+        f"{min(row['rows'] for row in left)} to {max(row['rows'] for row in left)} rows",
+        f"in one of {len(ours_and_theirs)} cases, by {100 * max(lost):.1f} %",
+        f"in {len(slower)} of {len(with_triton)} cases, from {min(row['rows'] for row in with_triton)} rows on",
+        f"{len(below)} of {len(limits)} cases stay below 95 %",
+        f"at 1 row takes {missed['ratio']:.2f} of `F.linear`'s time",
+        f"{us['200 rows, which no kernel takes: project(head, x)']:.1f} us where `F.linear` costs "
+        f"{us['200 rows, which no kernel takes: F.linear(x, weight)']:.1f} (200 rows)",
+    ):
+        assert said in text
+    assert len(lost) == 1

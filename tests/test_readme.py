@@ -91,7 +91,9 @@ def test_the_comparison_is_that_of_the_results():
     with_triton = [row for row in kernel["rows"] if row["rows"] >= 24 and row.get("triton_us")]
     slower = [row for row in with_triton if row["us"] > 1.02 * row["triton_us"]]
     shard = next(
-        row["us"] for row in tail["rows"] if (row["model"], row["batch"], row["mode"]) == ("deepseek-v3 1/8", 4, "eager")
+        row["us"]
+        for row in tail["rows"]
+        if (row["model"], row["batch"], row["mode"]) == ("deepseek-v3 1/8", 4, "eager")
     )
     ratios = [row["ratio"] for row in tail["rows"]]
     missed = next(row for row in tail["rows"] if row["model"] == "granite-3.1-2b" and row["ratio"] > 0.5)

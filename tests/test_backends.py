@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -479,6 +480,16 @@ def test_kernel_file_that_does_not_run_leaves_nothing_behind(tmp_path, monkeypat
         with pytest.raises(ImportError, match=r"no cutlass\.experimental"):
             flashinfer.kernel_module("broken")
     assert not [name for name in sys.modules if name.endswith("broken")]
+
+
+def test_threads_wait_for_a_kernel_file_that_one_of_them_executes(tmp_path, monkeypatch):
+    folder = tmp_path / "flashinfer" / "gemm" / "kernels"
+    folder.mkdir(parents=True)
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    (folder / "slow.py").write_text("import time\ntime.sleep(0.2)\nAT_THE_END = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: flashinfer.kernel_module("slow").AT_THE_END, range(4))) == [1] * 4
 
 
 def test_flashinfer_that_is_not_installed(monkeypatch):

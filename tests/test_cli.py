@@ -306,6 +306,13 @@ def test_compile_what_autotune_measures(capsys, tmp_path):
     assert len(list(folder.glob("*.so"))) == len(wanted)
 
 
+@pytest.mark.usefixtures("fake_builds")
+def test_no_more_rows_are_compiled_for_tuning_than_it_measures(capsys):
+    done = run(capsys, "compile", "--arch", "sm_90a", *HEAD, "--rows", "5000", "--tuning")
+    assert "(97-128)" in done.out
+    assert "(97-5000)" not in done.out
+
+
 def test_compile_of_a_head_that_is_not_served(capsys):
     done = run(capsys, "compile", "--arch", "sm_90a", "--vocab", "49152", "--hidden", "580")
     assert done.status == 1

@@ -346,6 +346,16 @@ class TestChangingHeads:
         hook.remove()
         assert_logits(bound(x), head, x)
 
+    def test_bound_before_its_backend_is_taken_away(self):
+        head, x = linear(), inputs(4)
+        with testing.reference_backend(Counting()) as kernel, torch.no_grad():
+            bound = bind(head)
+            bound(x)
+        calls = kernel.calls
+        with torch.no_grad():
+            assert_logits(bound(x), head, x)
+        assert kernel.calls == calls > 0
+
     def test_class_changed(self, call, kernel):
         class Doubled(nn.Linear):
             def forward(self, x):

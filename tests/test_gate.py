@@ -304,13 +304,18 @@ def test_asking_and_projecting_agree(rows, out_dtype, bias):
 
 
 @pytest.mark.parametrize(
-    ("x", "out_dtype"),
-    [(inputs(2, hidden=8), None), (inputs(2).float(), None), (inputs(2), torch.float16), (torch.ones(()), None)],
+    ("x", "out_dtype", "message"),
+    [
+        (inputs(2, hidden=8), None, "x has the shape"),
+        (inputs(2).float(), None, "x is float32"),
+        (inputs(2), torch.float16, "out_dtype must be"),
+        (torch.ones(()), None, "without dimensions"),
+    ],
 )
-def test_asking_raises_what_projecting_raises(x, out_dtype):
+def test_asking_raises_what_projecting_raises(x, out_dtype, message):
     messages = []
     for call in (project, explain, applies):
-        with pytest.raises(ValueError, match="") as error:  # noqa: PT011
+        with pytest.raises(ValueError, match=message) as error:
             call(linear(), x, out_dtype=out_dtype)
         messages.append(str(error.value))
     assert len(set(messages)) == 1

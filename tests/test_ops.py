@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import HIDDEN, VOCAB, Counting, assert_close, assert_logits, exact, inputs, linear, poisoned
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbatch_lmhead
 import lowbatch_lmhead.ops  # registers the operators
@@ -96,6 +97,21 @@ class TestContracts:
         logits = project_op(x, head.weight, head.bias, None)
         for gradient, right in zip(torch.autograd.grad(logits.square().sum(), [x, head.weight, head.bias]), expected):
             assert_close(gradient, right, 1e-5)
+
+    @pytest.mark.parametrize("needed", ["x", "weight", "bias"])
+    def test_gradients_that_nobody_needs_are_not_computed(self, needed):
+        class Recording(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                ran.append(func.overloadpacket)
+                return func(*args, **(kwargs or {}))
+
+        ran: list = []
+        given = {"x": inputs(3, hidden=4), "weight": linear(vocab=7, hidden=4).weight.detach(), "bias": torch.ones(7)}
+        given = {name: tensor.double().requires_grad_(name == needed) for name, tensor in given.items()}
+        logits = project_op(*given.values(), None)
+        with Recording():
+            torch.autograd.grad(logits.square().sum(), given[needed])
+        assert ran.count(torch.ops.aten.mm) == (0 if needed == "bias" else 1)
 
 
 def unbroken(function, compiler, **options):

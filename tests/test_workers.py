@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -576,6 +577,23 @@ class TestClose:
             with Compiles(wanted(backend, "a", "b"), processes=2):
                 pass
         assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_descriptors_are_given_back_where_no_thread_can_be_started(
+        self, backend, fake, monkeypatch, started, caplog
+    ):
+        class Thread(threading.Thread):
+            def start(self):
+                raise RuntimeError("can't start new thread")
+
+        fake("say(right(job))")
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(workers.threading, "Thread", Thread)
+        with Compiles(wanted(backend, "a", "b"), processes=2) as compiles:
+            assert compiles.launch(backend, PROBLEM, "a").call == HERE
+            assert started
+            assert len(os.listdir("/proc/self/fd")) == before
+        (line,) = said(caplog)
+        assert "it could not be started: can't start new thread" in line
 
 
 class TestJobs:

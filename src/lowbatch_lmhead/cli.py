@@ -652,7 +652,7 @@ def _compile(args: argparse.Namespace) -> int:
         served.append(any(decisions))
         jobs = _jobs(plan, last, args.all_backends)
         if args.tuning:
-            jobs += _tuning_jobs(plan, args.rows or gate.MEASURED_ROWS, jobs)
+            jobs += _tuning_jobs(plan, min(args.rows or gate.MEASURED_ROWS, MOST_ROWS), jobs)
         print(f"{name + ', ' if name else ''}{size.vocab}x{size.hidden} head, {types}, on {args.arch}")
         built = [_run(job, table, folder) for table in [_Table(jobs)] for job in jobs]
         if served[-1] and last == plan.max_rows:

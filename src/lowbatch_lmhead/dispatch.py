@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -400,16 +400,11 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"out must be a tensor, got {type(out).__name__}")
     if out.layout is not torch.strided:
         raise ValueError(f"out must be a dense tensor, got {out.layout}")
-    if out.dtype != dtype and head.own is None:
-        hint = "; float32 logits are asked for with out_dtype=torch.float32" if out.dtype is torch.float32 else ""
-        raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
-    if out.device != x.device:
-        raise ValueError(f"out is on {out.device}, x on {x.device}; they must be on one device")
     weight = head.weight
     if head.own is None and weight is not None:
-        shape = (*x.shape[:-1], weight.shape[0])
-        if out.shape != shape:
-            raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
+        check_like(out, (*x.shape[:-1], weight.shape[0]), dtype)
+    if out.device != x.device:
+        raise ValueError(f"out is on {out.device}, x on {x.device}; they must be on one device")
     if gate.requires_grad(x, weight, head.bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or omit out=")
     for name, tensor in (("x", x), ("the head's weight", weight), ("the head's bias", head.bias)):
@@ -417,6 +412,15 @@ def _check_out(head: Head, x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
             raise ValueError(f"out overlaps {name} in memory (out at {out.data_ptr():#x}); give it memory of its own")
     if _shares_memory_with_itself(out):
         raise ValueError(f"out has elements that share memory: shape {tuple(out.shape)}, strides {out.stride()}")
+
+
+def check_like(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """ValueError where ``out`` is not of the logits' dtype and shape."""
+    if out.dtype != dtype:
+        hint = "; float32 logits are asked for with out_dtype=torch.float32" if out.dtype is torch.float32 else ""
+        raise ValueError(f"out is {dtype_name(out.dtype)}; the logits are {dtype_name(dtype)}{hint}")
+    if out.shape != shape:
+        raise ValueError(f"out has the shape {tuple(out.shape)}; the logits have {tuple(shape)}")
 
 
 def _run(table: list[Any], head: Head, x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -83,7 +83,7 @@ def reasons_against(head: Head, x: Tensor) -> list[str]:
         reasons.append("a TorchDispatchMode is active")
     reasons += _device_reasons(x.device)
     weight, bias = head.weight, head.bias
-    if weight is not None and is_plain(weight) and not reasons:
+    if weight is not None and not reasons:
         reasons += _tensor_reasons(weight, bias, x)
     if row_count(x) == 0:
         reasons.append("there are 0 rows")
@@ -115,8 +115,8 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 def _tensor_reasons(weight: Tensor, bias: Tensor | None, x: Tensor) -> list[str]:
     reasons = []
-    if weight.device != x.device or (bias is not None and bias.device != x.device):
-        reasons.append(f"x is on {x.device}, the weight on {weight.device}")
+    if bias is not None and bias.device != weight.device:
+        reasons.append(f"the bias is on {bias.device}, the weight on {weight.device}")
     if autocast_is_on(x.device):
         reasons.append("autocast is on")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):

@@ -30,17 +30,22 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, bias, _, _ = inputs
+    x, weight, *_ = inputs
     ctx.save_for_backward(x, weight)
-    ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     """The gradients of ``x @ weight.T + bias``, so that the operator is differentiable by itself."""
     x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
     flat, grad_flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).to(weight.dtype)
-    grad_bias = grad_flat.sum(0) if ctx.has_bias else None
-    return (grad_flat @ weight).view(x.shape), grad_flat.t() @ flat, grad_bias, None, None
+    return (
+        (grad_flat @ weight).view(x.shape) if of_x else None,
+        grad_flat.t() @ flat if of_weight else None,
+        grad_flat.sum(0) if of_bias else None,
+        None,
+        None,
+    )
 
 
 project_op.register_autograd(_backward, setup_context=_save)
@@ -78,8 +83,8 @@ def traced(
     dtype = dispatch.check_arguments(head, x, None, out_dtype, batch_invariant)
     bias = head.bias
     weight = x if head.weight is None else head.weight  # x only where the head computes by itself
-    if head.own is None and out is not None and (out.dtype != dtype or out.shape != (*x.shape[:-1], weight.shape[0])):
-        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {dtype}")
+    if head.own is None and out is not None:
+        dispatch.check_like(out, (*x.shape[:-1], weight.shape[0]), dtype)
     if out is not None and gate.requires_grad(x, head.weight, bias, out):
         raise ValueError("out= takes no part in autograd: call under torch.no_grad(), or omit out=")
     # A functorch transform, like autograd, has to see the product itself: the operators have no rule for it.
@@ -103,6 +108,7 @@ def traced(
     else:
         result = F.linear(x, weight, bias)
     result = result if out_dtype is None else result.to(out_dtype)
-    if out is not None and (out.shape != result.shape or out.dtype != result.dtype):
-        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}; the logits are {result.dtype}")
-    return result if out is None else out.copy_(result)
+    if out is None:
+        return result
+    dispatch.check_like(out, result.shape, result.dtype)
+    return out.copy_(result)

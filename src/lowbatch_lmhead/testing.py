@@ -84,3 +84,4 @@ def forget() -> None:
     """Forget every plan and every head met: what is prepared after this is prepared anew."""
     plan.clear()
     dispatch._dispatchers.clear()
+    dispatch._read_again()  # bound projections hold a plan's table

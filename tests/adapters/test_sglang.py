@@ -20,7 +20,7 @@ from conftest import ROOT, assert_close, exact, inputs, linear, python
 from scripted import Script, Tactics, steady
 from torch import nn
 
-from lowbatch_lmhead import backends
+from lowbatch_lmhead import backends, devices
 from lowbatch_lmhead.tuning import timing
 
 if importlib.util.find_spec("sglang") is None:
@@ -546,6 +546,16 @@ def test_tuning_decides_which_row_counts_are_served(engine, tuned):
         x = inputs(rows)
         assert_close(model.logits(x).bfloat16(), own(model, x))
     assert kernel.calls == [("a", 1), ("a", 4)]
+
+
+def test_rows_beyond_those_that_were_tuned_are_served_as_without_tuning(engine, tuned, monkeypatch):
+    kernel, _ = tuned
+    monkeypatch.setattr(devices, "untuned_rows", lambda arch: 64)
+    model = engine(plain(), disable_flashinfer_autotune=False)
+    kernel.calls.clear()
+    for rows in (32, 33, 64, 65):
+        model.logits(inputs(rows))
+    assert kernel.calls == [("a", 33), ("a", 64)]
 
 
 def test_sglangs_switch_turns_tuning_off(engine, tuned):

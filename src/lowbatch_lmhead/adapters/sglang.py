@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from ..api import autotune, project, warmup
-from ..backends import DEFAULT_GEMM
 from ..devices import is_capturing
 from ..head import is_plain
 from ..log import logger, warn_once
@@ -297,17 +296,15 @@ def _reason_against(processor: Any, lm_head: Any) -> str | None:
 
 
 def _served_rows(weight: Tensor, out_dtype: torch.dtype | None) -> tuple[bool, ...]:
-    """Tune, or compile where tuning is off, for a ``weight`` (vocab, hidden); by row count, whether a kernel serves."""
+    """Tune unless tuning is off, and compile, for a ``weight`` (vocab, hidden); by row count, whether a kernel serves."""
     from sglang.srt.runtime_context import get_exec
 
-    if get_exec().kernel.disable_flashinfer_autotune:
-        warmed = warmup(weight, out_dtype=out_dtype, progress=False)
-        logger.info("%s", warmed)
-        taken = {one.rows for one in warmed.heads[0].decisions if one.taken and one.prepared}
-    else:
-        tuned = autotune(weight, out_dtype=out_dtype, process_group=_process_group(), progress=False)
-        logger.info("%s", tuned)
-        taken = {row.rows for row in tuned.heads[0].rows if row.backend != DEFAULT_GEMM}
+    if not get_exec().kernel.disable_flashinfer_autotune:
+        logger.info("%s", autotune(weight, out_dtype=out_dtype, process_group=_process_group(), progress=False))
+    # Says also what serves the rows that were not tuned.
+    warmed = warmup(weight, out_dtype=out_dtype, progress=False)
+    logger.info("%s", warmed)
+    taken = {one.rows for one in warmed.heads[0].decisions if one.taken and one.prepared}
     return tuple(rows in taken for rows in range(max(taken, default=-1) + 1))
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -60,8 +61,16 @@ def unusable() -> str | None:
     return None
 
 
+_executing = threading.Lock()  # what another thread is still executing is in sys.modules already
+
+
 def kernel_module(name: str) -> ModuleType:
     """The module of FlashInfer's ``gemm/kernels/<name>.py``, executed by itself. ImportError when it cannot be."""
+    with _executing:
+        return _kernel_module(name)
+
+
+def _kernel_module(name: str) -> ModuleType:
     qualified = f"lowbatch_lmhead._flashinfer_{name}"
     if qualified in sys.modules:
         return sys.modules[qualified]

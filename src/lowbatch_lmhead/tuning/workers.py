@@ -201,7 +201,11 @@ class Compiles:
                 worker = _Worker()
                 self._workers.append(worker)
                 thread = threading.Thread(target=self._feed, args=(worker,), name="lowbatch-lmhead worker", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    worker.end()  # which its thread would have done
+                    raise
             except (OSError, ValueError, RuntimeError) as error:  # no such program, no more processes, no more threads
                 _warn(f"could not be started: {error}")
                 return

@@ -34,7 +34,7 @@ from tuned import write
 import lowbatch_lmhead
 from lowbatch_lmhead.backends import MmBf16, Problem
 from lowbatch_lmhead.benching import results
-from lowbatch_lmhead.benching.competitors import said
+from lowbatch_lmhead.log import said
 
 BATCHES = (1, 4, 16)
 BY_NAME = {head["model"]: head for head in HEADS}

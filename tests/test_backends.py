@@ -310,7 +310,6 @@ class TestWarpTactics:
         for vocab, small in ((4000, True), (33792, True), (33793, False), (128256, False)):
             given = [Problem(vocab, 4096, rows, BF16, BF16, False, "sm_90a") for rows in (1, 16, 32)]
             assert all(any(t.output_tile == 16 for t in warp_splitk.autotune_tactics(one)) is small for one in given)
-        # What is compiled for a 128256x4096 head, besides the direct kernel.
         assert sum(len(warp_splitk.autotune_tactics(one)) for one in given) == 5
 
     def test_a_small_output_tile_has_a_handicap(self):

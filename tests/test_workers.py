@@ -611,10 +611,6 @@ class TestJobs:
         for tactic in getattr(WARP, which)(PROBLEM):
             assert worker._found(self.job(tactic=str(tactic))) == (WARP, PROBLEM, tactic)
 
-    def test_a_backend_without_autotune_tactics(self, backend, monkeypatch):
-        monkeypatch.setattr(Compiled, "autotune_tactics", None)
-        assert worker._tactic(backend, PROBLEM, "b") == "b"
-
     @pytest.mark.parametrize(
         "changes", [{"backend": "?"}, {"class": "?"}, {"tactic": "?"}, {"problem": {}}, {"problem": {"dtype": "?"}}]
     )

@@ -182,7 +182,7 @@ def warmup(
         raise ValueError(f"max_rows must be a whole number of at least 1, or None, got {max_rows!r}")
     check_progress(progress)
     heads = _heads(model_or_head, out_dtype)
-    for _, _, read in heads:
+    for _, read in heads:
         dispatch.check_invariant(read, batch_invariant)
         if read.weight is not None and devices.is_capturing(read.weight.device):
             raise ValueError("warmup cannot compile and compare inside a CUDA graph capture; call it before")
@@ -191,9 +191,9 @@ def warmup(
     )
 
 
-def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str, Any, Head]]:
-    heads = [(name, head, read_head(head)) for name, head in find_heads(model_or_head)]
-    for _, _, read in heads:
+def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str, Head]]:
+    heads = [(name, read_head(head)) for name, head in find_heads(model_or_head)]
+    for _, read in heads:
         if read.weight is not None:
             dispatch.check_out_dtype(out_dtype, read.weight.dtype)
     return heads

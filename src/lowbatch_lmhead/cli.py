@@ -37,6 +37,7 @@ from .backends.base import dtype_name
 from .backends.compiling import CompiledBackend
 from .gate import Decision
 from .head import Head
+from .log import said
 from .plan import Plan, PlanKey
 from .report import HeadReport
 from .tuning import search
@@ -58,8 +59,7 @@ class Size(NamedTuple):
     hidden: int
 
 
-# The heads of well-known models, as their config.json gives them.
-# The heads of benchmarks/heads.json.
+# The heads of benchmarks/heads.json, as the models' config.json gives them.
 MODELS = {
     "gpt2": Size(50257, 768),
     "gpt2-xl": Size(50257, 1600),
@@ -140,18 +140,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor, parser=doctor)
 
     explain = commands.add_parser("explain", help="what would serve a projection, and why; nothing is compiled")
-    _add_size(explain)
-    _add_model(explain)
-    _add_shard(explain)
+    _add_head(explain)
     explain.add_argument("--rows", type=_size, required=True, metavar="M", help="rows of x, the batch of a decode step")
     _add_types(explain)
     explain.add_argument("--arch", choices=list(devices.ARCHITECTURES), help="instead of the GPU's that is here")
     explain.set_defaults(command=_explain, parser=explain)
 
     tune = commands.add_parser("tune", help="measure what serves a head fastest on this GPU, and keep it for autotune")
-    _add_size(tune)
-    _add_model(tune)
-    _add_shard(tune)
+    _add_head(tune)
     tune.add_argument("--rows", type=_rows, default=32, metavar="M", help="row counts 1 to M (32)")
     _add_types(tune)
     tune.add_argument("--budget", type=_seconds, default=30.0, metavar="S", help="seconds for each head (30)")
@@ -161,17 +157,13 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(command=_tune, parser=tune)
 
     bench = commands.add_parser("bench", help="measure project beside F.linear and other libraries on this GPU")
-    _add_size(bench)
-    _add_model(bench)
-    _add_shard(bench)
+    _add_head(bench)
     cli_bench.add_options(bench)
     bench.set_defaults(command=_bench, parser=bench)
 
     compile_ = commands.add_parser("compile", help="compile what warmup would prepare; needs no GPU")
     compile_.add_argument("--arch", choices=list(devices.ARCHITECTURES), required=True, help="the serving GPU's")
-    _add_size(compile_)
-    _add_model(compile_)
-    _add_shard(compile_)
+    _add_head(compile_)
     compile_.add_argument("--rows", type=_size, metavar="M", help="row counts 1 to M; default: all that kernels serve")
     _add_types(compile_)
     compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
@@ -183,12 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_size(parser: argparse.ArgumentParser) -> None:
+def _add_head(parser: argparse.ArgumentParser) -> None:
+    """What head: its size or a model's, and one rank's part of it."""
     parser.add_argument("--vocab", type=_size, metavar="N", help="rows of the weight")
     parser.add_argument("--hidden", type=_size, metavar="K", help="columns of the weight")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         action="append",
@@ -198,8 +188,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         f"llama-3.1-8b: one of {len(MODELS)}, which a wrong name lists. Can be repeated",
     )
 
-
-def _add_shard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=_size, default=1, metavar="N", help="the head is split over N GPUs: one rank's part"
     )
@@ -274,20 +262,9 @@ def _paper_plan(arch: str, size: Size, types: Types) -> Plan:
     return Plan(PlanKey(torch.device("meta"), *size, types.dtype, types.out_dtype, types.bias), arch)
 
 
-def _name(decision: Decision) -> str:
-    return f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
-
-
 def _ordered(architectures: Iterable[str]) -> list[str]:
     order = list(devices.ARCHITECTURES)
     return sorted(architectures, key=lambda arch: (order.index(arch) if arch in order else len(order), arch))
-
-
-def _error(error: Exception) -> str:
-    """One line for an exception; a compiler's can be pages."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else text[:300] + " ..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------
@@ -303,7 +280,7 @@ class Probes:
         try:
             return question()
         except Exception as error:  # whatever is broken, a report must come out
-            self.problems.append(f"{what}: {_error(error)}")
+            self.problems.append(f"{what}: {said(error)}")
             return otherwise
 
 
@@ -337,7 +314,7 @@ def _report() -> Facts:
 
 
 def _given_folders() -> list[Facts]:
-    return [_folder(folder) for folder in objects.folders() if folder != objects.cache_folder()]
+    return [_folder(folder) for folder in objects.given_folders()]
 
 
 def _cache() -> Facts | None:
@@ -366,7 +343,7 @@ def _loading() -> str | None:
     try:
         objects.open_runtime()
     except Exception as error:
-        return _error(error)
+        return said(error)
     return None
 
 
@@ -526,7 +503,7 @@ def _explain_one(args: argparse.Namespace, size: Size, types: Types) -> None:
         print("elsewhere")
         for arch in devices.ARCHITECTURES:
             decision = gate.decide_rows(_paper_plan(arch, size, types), args.rows)
-            print(f"  {arch:<9} {_name(decision)}")
+            print(f"  {arch:<9} {decision.name}")
             for reason in () if decision.taken else decision.reasons:
                 print(f"  {'':<9} because {reason}")
 
@@ -550,7 +527,7 @@ def _decide_here(device: torch.device, size: Size, types: Types, rows: int) -> D
 
 
 def _print_decision(where: str, decision: Decision) -> None:
-    print(f"{where}: {_name(decision)}")
+    print(f"{where}: {decision.name}")
     for reason in decision.reasons:
         print(f"  {'not ' if decision.taken else 'because '}{reason}")
 
@@ -702,7 +679,7 @@ def _model_size(name: str) -> Size:
     except FileNotFoundError:
         raise UsageError(f"--model {name} is neither one of {', '.join(MODELS)} nor a config.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"--model {name}: no vocab_size and hidden_size in {path} ({_error(error)})") from None
+        raise UsageError(f"--model {name}: no vocab_size and hidden_size in {path} ({said(error)})") from None
 
 
 def _jobs(plan: Plan, last: int, every: bool) -> list[Job]:
@@ -738,11 +715,7 @@ def _build(job: Job) -> Built:
     start = time.perf_counter()
     key, library = job.backend.build(job.problem, job.tactic)
     seconds = time.perf_counter() - start
-    kernels = elf.kernels(library)
-    found = {kernel.arch for kernel in kernels}
-    if found != {job.problem.arch}:
-        raise RuntimeError(f"asked for {job.problem.arch}, the object holds code for {', '.join(found) or 'no GPU'}")
-    registers = max((kernel.registers for kernel in kernels if kernel.registers is not None), default=None)
+    registers = max((kernel.registers for kernel in elf.kernels(library) if kernel.registers is not None), default=None)
     return Built(key, library, job.problem.arch, registers, seconds)
 
 
@@ -782,7 +755,7 @@ class _Table:
         self._print(job.rows(), job.backend.name, str(job.tactic), numbers)
 
     def failed(self, job: Job, error: Exception) -> None:
-        self._print(job.rows(), job.backend.name, str(job.tactic), f"FAILED: {_error(error)}")
+        self._print(job.rows(), job.backend.name, str(job.tactic), f"FAILED: {said(error)}")
 
 
 def _not_compiled(report: HeadReport, jobs: list[Job], most: int) -> Iterator[str]:
@@ -790,9 +763,9 @@ def _not_compiled(report: HeadReport, jobs: list[Job], most: int) -> Iterator[st
     compiled = {row for job in jobs for row in job.first}
     for first, last, decision in report.ranges():
         if decision.taken and first not in compiled:
-            yield f"  {_ranges(range(first, last + 1))} rows: {_name(decision)}, which compiles nothing beforehand"
+            yield f"  {_ranges(range(first, last + 1))} rows: {decision.name}, which compiles nothing beforehand"
         elif not decision.taken:
-            yield f"  {f'{first}+' if last > most else _ranges(range(first, last + 1))} rows: {_name(decision)}"
+            yield f"  {f'{first}+' if last > most else _ranges(range(first, last + 1))} rows: {decision.name}"
             yield from (f"    because {reason}" for reason in decision.reasons)
     if any(not job.first for job in jobs):
         yield "  (rows) in brackets: it serves them if what comes before it fails, or where autotune finds it quicker"
@@ -832,7 +805,3 @@ def _print_use(folder: Path, done: list[Built]) -> None:
     reason = objects.distrust(folder)
     if reason:
         print(f"warning: as it is, nothing is loaded from it: {reason}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from .benching import competitors, measure, results
-from .benching.competitors import TUNED, UNTUNED, Case, Competitor, said
+from .benching.competitors import TUNED, UNTUNED, Case, Competitor
+from .log import said
 from .tuning.timing import Timer, timer_for
 from .tuning.tune import MOST_ROWS
 

@@ -252,7 +252,7 @@ def _clear(args: argparse.Namespace) -> int:
 
 def _given(folder: Path) -> Path | None:
     """The part of the cache folder that LOWBATCH_LMHEAD_OBJECTS names, by whatever path, or None."""
-    given = objects.folders()[: -1 if objects.cache_folder() else None]  # the cache folder comes last
+    given = objects.given_folders()
     parts = (folder, folder / cache.FOLDER)
     return next((part for part in parts if any(_same(part, one) for one in given)), None)
 

@@ -20,7 +20,18 @@ from torch.autograd import forward_ad
 from . import devices, gate
 from .backends import default_gemm
 from .backends.base import dtype_name
-from .head import FORGETTING, GLOBAL_HOOKS, Head, HeadLike, is_plain, multiplies, read_head, reader_of, sizes_of
+from .head import (
+    FORGETTING,
+    GLOBAL_HOOKS,
+    LINEAR_FORWARD,
+    Head,
+    HeadLike,
+    is_plain,
+    multiplies,
+    read_head,
+    reader_of,
+    sizes_of,
+)
 from .log import warn_once
 from .plan import Plan
 
@@ -30,7 +41,6 @@ _autocast = torch._C._is_any_autocast_enabled  # for any device
 _grad = torch.is_grad_enabled
 _requires_grad = gate.requires_grad
 _tracing = gate.tracing
-_linear_forward = nn.Linear.forward
 _PLAIN = (Tensor, nn.Parameter)
 _current_device = torch.cuda.current_device
 _exchange_device, _maybe_exchange_device = torch.cuda._exchange_device, torch.cuda._maybe_exchange_device
@@ -265,7 +275,7 @@ def _read_linear(head: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
         or _global_hooks
         or _global_pre_hooks
         or "forward" in head.__dict__
-        or type(head).forward is not _linear_forward
+        or type(head).forward is not LINEAR_FORWARD
     ):
         return None
     parameters = head._parameters

@@ -48,8 +48,13 @@ class Decision:
     def __bool__(self) -> bool:
         return self.taken
 
+    @property
+    def name(self) -> str:
+        """The backend, and its tactic in brackets."""
+        return f"{self.backend} ({self.tactic})" if self.tactic else self.backend
+
     def __str__(self) -> str:
-        name = f"{self.backend} ({self.tactic})" if self.tactic else self.backend
+        name = self.name
         if self.taken and not self.prepared:
             name += ", not compiled yet"
         lines = [f"{self.rows} row{'' if self.rows == 1 else 's'}: {name}"]

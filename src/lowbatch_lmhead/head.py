@@ -86,7 +86,7 @@ def read_head(head: HeadLike) -> Head:
     if isinstance(head, nn.Linear):
         if not isinstance(head.weight, Tensor):
             raise ValueError(f"this {type(head).__name__} has no weight: {head.weight!r}")
-        reasons = _own_forward(head, nn.Linear)
+        reasons = _own_forward(head)
         return _with_tensor_reasons(head.weight, head.bias, head if reasons else None, reasons)
     if isinstance(head, nn.Module) and _looks_like_head(head):
         weight = getattr(head, "weight", None)
@@ -117,10 +117,10 @@ def _are_tensors(weight: object, bias: object) -> bool:
     return isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
 
 
-def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
-    """Why calling ``module`` is more than what ``base.forward`` does."""
+def _own_forward(module: nn.Module) -> list[str]:
+    """Why calling ``module`` is more than what ``nn.Linear`` does."""
     kind, reasons = type(module), _parametrized(module)
-    if kind.forward is not _FORWARD[base] or kind.__call__ is not nn.Module.__call__:
+    if kind.forward is not LINEAR_FORWARD or kind.__call__ is not nn.Module.__call__:
         reasons.append(f"{kind.__name__} has a forward of its own")
     if "forward" in vars(module):
         reasons.append("its forward was replaced on the instance")
@@ -129,8 +129,7 @@ def _own_forward(module: nn.Module, base: type[nn.Module]) -> list[str]:
     return reasons
 
 
-# As they were when this was imported: a class can be patched too.
-_FORWARD: dict[type[nn.Module], Any] = {nn.Linear: nn.Linear.forward}
+LINEAR_FORWARD = nn.Linear.forward  # as it was when this was imported: a class can be patched too
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 

@@ -68,13 +68,18 @@ def cache_folder() -> Path | None:
         return None
 
 
-def folders() -> list[Path]:
-    """Where objects are looked for, first to last."""
+def given_folders() -> list[Path]:
+    """The folders of LOWBATCH_LMHEAD_OBJECTS."""
     given = [Path(part) for part in os.environ.get("LOWBATCH_LMHEAD_OBJECTS", "").split(os.pathsep) if part]
     with contextlib.suppress(RuntimeError):  # no home folder
         given = [part.expanduser() for part in given]
+    return given
+
+
+def folders() -> list[Path]:
+    """Where objects are looked for, first to last."""
     cache = cache_folder()
-    return given + ([cache] if cache else [])
+    return given_folders() + ([cache] if cache else [])
 
 
 def distrust(folder: Path) -> str | None:

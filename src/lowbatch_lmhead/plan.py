@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import backends, devices, verify
 from .backends import Launch, Problem
-from .log import logger, warn_once
+from .log import logger, one_line, said, warn_once
 
 # What serving looks up: the launch's function, or False for the default GEMM.
 Serves: TypeAlias = Callable[..., Any] | Literal[False]
@@ -194,7 +194,7 @@ class Plan:
         except PASSING:
             raise
         except Exception as error:
-            raise Passing(f"the default GEMM, to compare with: {type(error).__name__}: {first_lines(error)}") from error
+            raise Passing(f"the default GEMM, to compare with: {said(error)}") from error
 
     def look_again(self) -> None:
         """Let a weight that could not be checked with be looked at again: an engine may have loaded it unseen."""
@@ -229,8 +229,8 @@ class Plan:
             raise
         except Exception as error:  # whatever a kernel's packages raise, the next in line serves
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise Passing(f"{type(error).__name__}: {first_lines(error)}") from error
-            wrong = f"{type(error).__name__}: {first_lines(error)}"
+                raise Passing(said(error)) from error
+            wrong = said(error)
         reason = f"{backend.name} ({tactic}): {wrong}"
         logger.warning("%dx%d, rows %d: dropped %s", problem.vocab, problem.hidden, problem.rows, reason)
         return reason
@@ -314,18 +314,13 @@ class InvariantPlan(Plan):
 
 def _for_now(reasons: list[str], backend: backends.Backend, tactic: Any, error: BaseException) -> Entry:
     """What serves until another call tries again."""
-    kind = "" if isinstance(error, (verify.NotYet, Passing)) else f"{type(error).__name__}: "
-    warn_once(f"the default GEMM serves for now: {kind}{first_lines(error)}")
-    return Entry(None, (*reasons, f"{backend.name} ({tactic}): {first_lines(error)}"))
+    why = one_line(error) if isinstance(error, (verify.NotYet, Passing)) else said(error)
+    warn_once(f"the default GEMM serves for now: {why}")
+    return Entry(None, (*reasons, f"{backend.name} ({tactic}): {one_line(error)}"))
 
 
 def _served(entry: Entry) -> Serves:
     return entry.launch.call if entry.launch else False
-
-
-def first_lines(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

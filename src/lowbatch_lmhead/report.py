@@ -34,6 +34,10 @@ class HeadReport:
                 runs.append((decision.rows, decision.rows, decision))
         return runs
 
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**vars(decision), "reasons": list(decision.reasons)} for decision in self.decisions]
+        return {"name": self.name, "vocab": self.vocab, "hidden": self.hidden, "rows": rows}
+
     def lines(self) -> Iterator[str]:
         size = f" {self.vocab}x{self.hidden}" if self.vocab else ""
         yield f"{self.name}{size}"
@@ -42,9 +46,8 @@ class HeadReport:
             rows = "all rows" if last == 0 else one if first == last else f"{first}-{last} rows"
             if decision is self.decisions[-1] and not decision.taken and first == last and last > 1:
                 rows = f"{first}+ rows"
-            name = f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
             unprepared = ", not compiled yet" if decision.taken and not decision.prepared else ""
-            yield f"  {rows:<12}{name}{unprepared}"
+            yield f"  {rows:<12}{decision.name}{unprepared}"
             for reason in decision.reasons:
                 yield f"  {'':<12}{'not ' if decision.taken else 'because '}{reason}"
 
@@ -84,35 +87,12 @@ class WarmupReport(Report[HeadReport]):
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
-        return {
-            "heads": [
-                {
-                    "name": head.name,
-                    "vocab": head.vocab,
-                    "hidden": head.hidden,
-                    "rows": [
-                        {
-                            "rows": decision.rows,
-                            "taken": decision.taken,
-                            "prepared": decision.prepared,
-                            "backend": decision.backend,
-                            "tactic": decision.tactic,
-                            "reasons": list(decision.reasons),
-                        }
-                        for decision in head.decisions
-                    ],
-                }
-                for head in self.heads
-            ],
-            "seconds": self.seconds,
-            "compiled": self.compiled,
-            "loaded": self.loaded,
-        }
+        return {**vars(self), "heads": [head.to_dict() for head in self.heads]}
 
     @classmethod
     def collect(
         cls,
-        heads: list[tuple[str, Any, Head]],
+        heads: list[tuple[str, Head]],
         warm: Callable[[Head, Step], list[Decision]],
         progress: bool | None,
     ) -> WarmupReport:
@@ -120,7 +100,7 @@ class WarmupReport(Report[HeadReport]):
         start, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
         reports: list[HeadReport] = []
         done: dict[tuple[Any, ...], list[Decision]] = {}
-        for name, _, read in heads:
+        for name, read in heads:
             weight = read.weight
             same = (id(weight), id(read.bias), read.reasons) if weight is not None else (id(read),)
             if same not in done:

@@ -6,7 +6,9 @@ wait longer for the GPU code of a dozen PyTorch operators to be loaded (150 ms o
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from .backends.default_gemm import logits
 SEED = 20261201
 ROWS = 16  # at least; so many random logits tell the scale of a vocabulary row
 # What a logit may differ by besides the rounding of the output, in units of the usual size of its vocabulary row's
-# products: float32 sums in another order differ by 2e-5 at the most (benchmarks/results/h200/tuned.json). And by what adding
-# a bias rounds away.
+# products. Sums of float32 in another order differ by far less: all logits, and the last ones of a vocabulary, by 4.5e-6 in
+# the norm (benchmarks/results/h200/tuned.json). And by what adding a bias rounds away.
 TOLERANCE = 1e-3
 SUMMATION = 1e-6
 
@@ -123,16 +125,8 @@ class Reference:
         return self._last_prepared[1:]
 
 
-class plainly:
+@contextlib.contextmanager
+def plainly(weight: Tensor) -> Iterator[None]:
     """Without gradients and autocast, whatever the caller has on."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._contexts = (torch.no_grad(), torch.autocast(weight.device.type, enabled=False))
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(None, None, None)
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        yield

@@ -20,7 +20,7 @@ from scripted import Script, Tactics, steady
 from torch import nn
 
 import lowbatch_lmhead
-from lowbatch_lmhead import testing
+from lowbatch_lmhead import adapters, testing
 from lowbatch_lmhead.adapters import vllm as adapter
 from lowbatch_lmhead.tuning import timing
 
@@ -59,7 +59,7 @@ def config(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def clean(config, monkeypatch):
     """vLLM without a plugin, on which nothing was loaded yet."""
-    for name in ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT", adapter.DISABLE):
+    for name in ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT", adapters.DISABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     adapter._heads.clear()
@@ -180,7 +180,7 @@ def test_vllm_loads_the_entry_point(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("VLLM_PLUGINS", "another"), ("VLLM_PLUGINS", ""), (adapter.DISABLE, "1")]
+    ("variable", "value"), [("VLLM_PLUGINS", "another"), ("VLLM_PLUGINS", ""), (adapters.DISABLE, "1")]
 )
 def test_it_can_be_turned_off(tmp_path, monkeypatch, variable, value):
     installed(tmp_path, monkeypatch)
@@ -190,7 +190,7 @@ def test_it_can_be_turned_off(tmp_path, monkeypatch, variable, value):
 
 
 def test_disable_0_leaves_it_on(monkeypatch):
-    monkeypatch.setenv(adapter.DISABLE, "0")
+    monkeypatch.setenv(adapters.DISABLE, "0")
     adapter.register()
     assert NAME in op_registry_oot
 
@@ -700,7 +700,7 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from lowbatch_lmhead import testing
+from lowbatch_lmhead import adapters, testing
 from lowbatch_lmhead.adapters import vllm as adapter
 from lowbatch_lmhead.tuning import timing
 from scripted import Script, Tactics, steady

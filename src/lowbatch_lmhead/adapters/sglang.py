@@ -23,7 +23,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import os
 import textwrap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,8 @@ from torch import Tensor, nn
 from ..api import autotune, project, warmup
 from ..devices import is_capturing
 from ..head import is_plain
-from ..log import logger, warn_once
+from ..log import logger, said, warn_once
+from . import disabled
 
 KNOWN_VERSIONS = "0.5.22 and 0.5.23"
 PROJECTION = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -82,8 +82,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    if os.environ.get("LOWBATCH_LMHEAD_DISABLE", "") not in ("", "0"):
-        logger.info("LOWBATCH_LMHEAD_DISABLE is set: SGLang projects by itself")
+    if disabled("SGLang"):
         return
     try:
         unknown = _unknown_interface()
@@ -97,7 +96,7 @@ def register() -> None:
         HookRegistry.register(PREPARATION, _prepare_before, HookType.AROUND)
         _registered = True
     except Exception as error:  # whatever another version raises, the engine starts
-        logger.warning("SGLang projects by itself, hooking it failed: %s: %s", type(error).__name__, error)
+        logger.warning("SGLang projects by itself, hooking it failed: %s", said(error))
 
 
 def _unknown_interface() -> str | None:
@@ -146,7 +145,7 @@ def _project(
         try:
             logits = _logits(processor, hidden_states, lm_head, **more)
         except Exception as error:  # SGLang serves what it can, or says what is wrong
-            warn_once(f"SGLang projects by itself, this was refused: {type(error).__name__}: {error}")
+            warn_once(f"SGLang projects by itself, this was refused: {said(error)}")
         else:
             if logits is not None:
                 return logits
@@ -223,7 +222,7 @@ def _may_prepare() -> bool:
             return False
         return True
     except Exception as error:  # the engine has to start
-        warn_once(f"no head is prepared, SGLang projects by itself: {type(error).__name__}: {error}")
+        warn_once(f"no head is prepared, SGLang projects by itself: {said(error)}")
         return False
 
 
@@ -246,7 +245,7 @@ def _prepare_model(runner: Any) -> None:
                 if known is None or out_dtype not in known.rows:
                     _prepare(processor, lm_head, out_dtype)
     except Exception as error:  # the engine has to start
-        warn_once(f"SGLang projects by itself, finding heads failed: {type(error).__name__}: {error}")
+        warn_once(f"SGLang projects by itself, finding heads failed: {said(error)}")
 
 
 def _find_heads(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -273,7 +272,7 @@ def _prepare(processor: Any, lm_head: Any, out_dtype: torch.dtype | None) -> _Pr
             return prepared
         prepared.rows[out_dtype] = _served_rows(lm_head.weight, out_dtype)
     except Exception as error:  # the engine has to start
-        warn_once(f"a head is left to SGLang, preparing it failed: {type(error).__name__}: {error}")
+        warn_once(f"a head is left to SGLang, preparing it failed: {said(error)}")
     return prepared
 
 

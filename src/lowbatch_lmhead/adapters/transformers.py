@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api, backends, devices, dispatch, gate
-from ..head import GLOBAL_HOOKS, find_heads, read_head, register_head
+from ..head import GLOBAL_HOOKS, LINEAR_FORWARD, find_heads, read_head, register_head
 from ..log import logger
 from ..report import HeadReport
 from ..tuning import TunedHead
@@ -35,7 +35,6 @@ _is_compiling = torch.compiler.is_compiling
 _grad = torch.is_grad_enabled
 _requires_grad = gate.requires_grad
 _tracing = gate.tracing
-_linear_forward = nn.Linear.forward
 
 
 class Projecting(nn.Linear):
@@ -47,7 +46,7 @@ class Projecting(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """The logits (..., vocab) of ``input`` (..., hidden): a kernel's where one is taken, else the head's own."""
         if not isinstance(self, Projecting):  # unpatched since, and someone kept the bound method
-            return _linear_forward(self, input)
+            return LINEAR_FORWARD(self, input)
         return _traced(self, input) if _is_compiling() else _eager(self, input)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projecting:
@@ -138,7 +137,7 @@ _FORWARDS = ("_old_forward", "forward")
 
 
 def _is_bound_forward(value: Any, head: nn.Module) -> bool:
-    return isinstance(value, types.MethodType) and value.__self__ is head and value.__func__ is _linear_forward
+    return isinstance(value, types.MethodType) and value.__self__ is head and value.__func__ is LINEAR_FORWARD
 
 
 def _own_forward(value: Any, head: nn.Linear) -> Any:
@@ -146,7 +145,7 @@ def _own_forward(value: Any, head: nn.Linear) -> Any:
     if isinstance(value, _Beneath):
         return value.own
     if isinstance(value, types.MethodType) and value.__func__ is Projecting.forward:  # hooked since
-        return types.MethodType(_linear_forward, head)
+        return types.MethodType(LINEAR_FORWARD, head)
     return value
 
 
@@ -216,7 +215,7 @@ def _why_not(head: Any, out_dtype: torch.dtype | None) -> list[str]:
     weight, bias = head._parameters.get("weight"), head._parameters.get("bias")
     if weight is None:
         return ["its weight is computed from other parameters: parametrized or pruned"]
-    if kind.forward is not _linear_forward:
+    if kind.forward is not LINEAR_FORWARD:
         return [f"{name} has a forward of its own"]
     changed = [method for method in _METHODS if getattr(kind, method, None) is not getattr(nn.Linear, method, None)]
     if changed:

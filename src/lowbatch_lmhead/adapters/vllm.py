@@ -33,7 +33,6 @@ vLLM has a low-batch LM head itself, for one model on SM100 and SM103. Its names
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -43,15 +42,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import gate
 from ..api import autotune, warmup
 from ..devices import is_capturing
 from ..dispatch import Dispatcher
 from ..head import register_head
-from ..log import logger, warn_once
+from ..log import logger, said, warn_once
+from . import disabled
 
-DISABLE = "LOWBATCH_LMHEAD_DISABLE"
 KNOWN_VERSIONS = ("0.26.0", "0.33.0")  # those that the tests run
-MOST_ROWS = 32  # rows that are tuned for, unless the engine's batches are smaller
 
 _NAME = "LogitsProcessor"
 _MARK = "projects_through_lowbatch_lmhead"
@@ -83,12 +82,12 @@ def register() -> None:
 
     It never raises: what goes wrong is one warning, and vLLM stays as it is.
     """
-    if os.environ.get(DISABLE, "") not in ("", "0"):
+    if disabled("vLLM"):
         return
     try:
         _register()
     except Exception as error:
-        warn_once(f"the vLLM plugin could not be registered, vLLM projects by itself: {type(error).__name__}: {error}")
+        warn_once(f"the vLLM plugin could not be registered, vLLM projects by itself: {said(error)}")
 
 
 def _register() -> None:
@@ -174,9 +173,11 @@ class Settings(NamedTuple):
         scheduler = getattr(config, "scheduler_config", None)
         speculation = getattr(config, "speculative_config", None)
         # A sequence has one row in a step, and one for each token that is speculated.
-        rows = getattr(scheduler, "max_num_seqs", None) or MOST_ROWS
+        rows = getattr(scheduler, "max_num_seqs", None) or gate.MEASURED_ROWS
         rows *= 1 + (getattr(speculation, "num_speculative_tokens", None) or 0)
-        return cls(getattr(kernels, "enable_flashinfer_autotune", None) is not False, max(1, min(rows, MOST_ROWS)))
+        return cls(
+            getattr(kernels, "enable_flashinfer_autotune", None) is not False, max(1, min(rows, gate.MEASURED_ROWS))
+        )
 
 
 def _weight(module: Any) -> Tensor | None:
@@ -240,7 +241,7 @@ class ServedHead:
             self.rows = frozenset(one.rows for one in decisions if one.taken and one.prepared)
             self.settled = all(one.prepared or not one.taken for one in decisions)
         except Exception as error:
-            self.leave(f"it could not be prepared: {type(error).__name__}: {error}")
+            self.leave(f"it could not be prepared: {said(error)}")
 
     def _tune(self, head: tuple[Tensor, Tensor | None], settings: Settings, group: Any) -> None:
         try:
@@ -249,7 +250,7 @@ class ServedHead:
             )
             logger.info("tuned a vLLM head:\n%s", report)
         except Exception as error:
-            warn_once(f"a vLLM head is prepared without tuning: {type(error).__name__}: {error}")
+            warn_once(f"a vLLM head is prepared without tuning: {said(error)}")
 
     def leave(self, reason: str) -> None:
         """Leave what is not prepared yet to vLLM for good."""

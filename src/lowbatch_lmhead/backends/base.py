@@ -70,6 +70,11 @@ class Backend(Protocol):
     # def first(self, problem: Problem) -> bool:
     #     """Whether the backend is the first choice for ``problem`` while nothing has been measured."""
     #
+    # Optional, for backends that choose by themselves in the launch; called before it is checked and timed:
+    #
+    # def tune(self, problem: Problem, weight: Tensor, bias: Tensor | None) -> str | None:
+    #     """Choose for ``problem``; None, or why that could not be done."""
+    #
     # Optional, for backends that can serve ``batch_invariant=True``:
     #
     # def invariant_tactic(self, problem: Problem) -> Any:

@@ -61,7 +61,7 @@ def autotune_tactics(problem: Problem) -> list[Tactic]:
 def _deepest_ring(problem: Problem, split_k: int) -> Tactic:
     mma_n = 8 if problem.rows <= 8 else 16 if problem.rows <= 16 else 32
     limit = devices.ARCHITECTURES[problem.arch].smem_per_block
-    most = min(MAX_STAGES, 6) if problem.hidden // K_TILE <= 4 else MAX_STAGES
+    most = 6 if problem.hidden // K_TILE <= 4 else MAX_STAGES
     stages = next(s for s in range(most, 0, -1) if smem_bytes(Tactic(64, mma_n, split_k, s)) <= limit)
     return Tactic(64, mma_n, split_k, stages)
 

@@ -245,8 +245,9 @@ class HopperStream(CompiledBackend):
         return problem.rows > 8 or 1 < _rounds(problem) <= 1.25
 
     def tactics(self, problem: Problem) -> list[Tactic]:
-        # With few vocabulary tiles, or few in the second round, cuBLAS was up to 6 % quicker at 64 rows and never 3 %
-        # slower, if it likes the vocabulary (hopper_default.json: bfloat16 logits, no bias; taken to hold for the others).
+        # With few vocabulary tiles, or few in the second round, cuBLAS was up to 6 % quicker at 64 rows than the best choice
+        # and never 3 % slower, if it likes the vocabulary (hopper_default.json: bfloat16 logits, no bias; taken to hold for
+        # the others).
         few = (_rounds(problem) <= 0.5 and problem.hidden <= 8192) or 1 < _rounds(problem) <= 1.2
         return [] if problem.rows > 48 and few and problem.vocab % 16 == 0 else [default_tactic(problem)]
 

@@ -99,16 +99,16 @@ def deepest_ring(
 
 # (output tile, k_tile, CTAs on one multiprocessor) that autotune measures beside the default, by token tile. Chosen
 # greedily from the 16 combinations of the sweep on an H200 (benchmarks/results/h200/sweep.json): at 1, 8 and 16 rows the
-# best of these and the default loses at most 1.6 % to the best of all, 0.1 % in the mean. The others keep less of the weight
-# in flight or fill fewer multiprocessors.
+# best of these and the default loses at most 1.6 % to the best of all, 0.1 % in the mean; without tiles of 16 where the
+# vocabulary is large (below) 2.3 and 0.5 %. The others keep less of the weight in flight or fill fewer multiprocessors.
 AUTOTUNED = {
     8: ((32, 128, 3), (16, 128, 5), (16, 256, 3)),
     16: ((32, 128, 3), (16, 128, 5), (16, 128, 3)),
     32: ((16, 128, 4),),
 }
-# Output tiles of 16 fill the GPU where tiles of 32 are too few: they were chosen in 196 of 1792 cases up to this vocabulary
-# (benchmarks/results/h200/tuned.json), and in 5 of 2496 above while they were measured there. It is two waves of four CTAs
-# with 32 rows each on 132 multiprocessors.
+# Output tiles of 16 fill the GPU where tiles of 32 are too few: up to this vocabulary they were chosen in 360 of 1568 cases
+# at 1 to 16 rows (benchmarks/results/h200/tuned.json), and above, while they were measured there, in 5 of 2496 (the file of
+# commit 401f521). It is two waves of four CTAs with 32 rows each on 132 multiprocessors.
 SMALL_VOCAB = 2 * 4 * 32 * 132
 
 

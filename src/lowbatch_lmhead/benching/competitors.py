@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import api, dispatch
 from .. import plan as plans
 from ..backends import mm_bf16
+from ..log import said
 from ..plan import Plan, PlanKey
 from ..tuning.timing import Call
 
@@ -172,9 +173,8 @@ def _project(case: Case, weight: Tensor, x: Tensor, plan: Plan, notes: list[str]
         with _serving(plan):
             return run(weight, x, out)
 
-    served = f"{decision.backend} ({decision.tactic})" if decision.tactic else decision.backend
     bound = api.bind(weight, out_dtype=asked)
-    return Prepared(call, "; ".join([served, *notes]), lambda: bound(x), lambda: _serving(plan))
+    return Prepared(call, "; ".join([decision.name, *notes]), lambda: bound(x), lambda: _serving(plan))
 
 
 # --- PyTorch ---
@@ -272,9 +272,3 @@ def _quack(case: Case, weight: Tensor, x: Tensor) -> Prepared:
 
 def _triton_elsewhere(case: Case) -> str:
     return "it is in the repository: python -m benchmarks measures it"
-
-
-def said(error: BaseException) -> str:
-    """One line for an exception."""
-    text = plans.first_lines(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

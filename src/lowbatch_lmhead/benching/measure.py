@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ..backends.base import dtype_name
+from ..log import said
 from ..tuning import limit
 from ..tuning.timing import Call, Timer
-from .competitors import Case, Competitor, Prepared, said, yardstick
+from .competitors import Case, Competitor, Prepared, yardstick
 
 ROUNDS = 9
 HOST_ROUNDS, HOST_CALLS, HOST_WARM_UP = 9, 50, 5
@@ -75,8 +76,7 @@ def measure(
         raise RuntimeError("; before that, ".join([said(error), *tried])) from error
     linear_us = next((one["us"] for one in results if one["name"] == yardstick(case)), None)
     again_us = next((one["us"] for one in results if one["name"] == f"{yardstick(case)}, again"), None)
-    moved = 1 + case.rows * (case.hidden * weight.itemsize + case.vocab * case.out_dtype.itemsize) / weight.nbytes
-    limit_us = read["read_us"] * moved if read["read_us"] else None
+    limit_us = limit.limit_us(read["read_us"], case.rows, case.vocab, case.hidden, weight.dtype, case.out_dtype)
     for one in results:
         us = one["us"]
         one["ratio"] = us / linear_us if us and linear_us else None

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..log import logger
+from ..log import logger, said
 from .timing import Call, Timer
 
 # (int32 words of one load, loads of one program, warps): the best of them is the limit, within 2 %.
@@ -26,15 +27,23 @@ def read_us(timer: Timer, weight: Tensor) -> float | None:
         with timer.contest(1, calls) as contest:
             rounds = [contest.round(range(len(calls))) for _ in range(ROUNDS)]
     except Exception as error:  # no Triton, no C compiler for it: the report does without the limit
-        logger.info("the read limit is not measured: %s: %s", type(error).__name__, error)
+        logger.info("the read limit is not measured: %s", said(error))
         return None
     medians: list[float] = [statistics.median(times) for times in zip(*rounds)]
     return min(medians)
 
 
+def limit_us(
+    read_us: float | None, rows: int, vocab: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> float | None:
+    """Microseconds of reading the weight and x and writing the logits, at the bandwidth of ``read_us``."""
+    weight = vocab * hidden * dtype.itemsize
+    moved = weight + rows * (hidden * dtype.itemsize + vocab * out_dtype.itemsize)
+    return read_us * moved / weight if read_us else None
+
+
 def readers(weight: Tensor) -> list[Call]:
     """Calls that read a weight like this one and do nothing else. ImportError without Triton."""
-    import torch
     import triton
 
     kernel = _kernel()
@@ -64,7 +73,7 @@ def _kernel() -> Any:
         for loop in range(LOOPS):
             at = base + loop * BLOCK + tl.arange(0, BLOCK)
             total ^= tl.load(source + at, mask=at < count, other=0, eviction_policy="evict_first")
-        # Never true for all lanes of random data; the loads cannot be removed.
+        # Next to never true, and harmless then; but the compiler has to keep the loads.
         if tl.sum(total ^ 0x5A5A5A5A) == 0x7FFFFFFF:
             tl.store(sink, 1)
 

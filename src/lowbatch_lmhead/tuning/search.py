@@ -24,8 +24,9 @@ from torch import Tensor
 
 from .. import backends, devices, verify
 from ..backends import Backend, Launch, Problem, default_gemm
-from ..log import logger
-from ..plan import Compile, Entry, Plan, first_lines
+from ..log import logger, said
+from ..plan import Compile, Entry, Plan
+from ..report import Step
 from .timing import Timer, compare
 
 LEAST_GAIN = 0.01  # what a launch has to be quicker by, even where the noise is less
@@ -36,7 +37,6 @@ LARGE_BUCKET = 8  # row counts from which on both ends have finalists: what wins
 CLOSE = 0.015  # what a finalist may be behind the winner
 
 Name = str  # "backend (tactic)"
-Step = Callable[[int, int], None]
 
 
 class Exchange(Protocol):
@@ -96,7 +96,7 @@ def tune_inside(option: Option, problem: Problem, weight: Tensor, bias: Tensor |
     try:
         note = tune(problem, weight, bias) if tune else None
     except Exception as error:  # it serves with what it would choose unmeasured
-        note = f"its own tuner failed: {type(error).__name__}: {first_lines(error)}"
+        note = f"its own tuner failed: {said(error)}"
     return f"{option.backend.name}: {note}" if note else None
 
 

@@ -23,7 +23,7 @@ from .. import plan as plans
 from ..backends import Launch, compiling
 from ..backends.base import dtype_name
 from ..head import Head, sizes_of
-from ..log import warn_once
+from ..log import said, warn_once
 from ..plan import Entry, Plan
 from ..report import Bar, Step, check_progress
 from ..warming import warm_head
@@ -59,14 +59,14 @@ class Found:
     head: Head
 
 
-def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: Any, **arguments: Any) -> TuningReport:
+def autotune(read: Callable[[], list[tuple[str, Head]]], *, process_group: Any, **arguments: Any) -> TuningReport:
     """``lowbatch_lmhead.autotune``, which documents the arguments; ``read`` finds the heads."""
     begin, compiled, loaded = time.perf_counter(), objects.counts.compiled, objects.counts.loaded
     ranks = Ranks(process_group)
     wrong: Exception | None = None  # a ValueError, or what a registered reader raised
     try:
         wishes = _wishes(**arguments)
-        heads = [Found(name, head) for name, _, head in read()]
+        heads = [Found(name, head) for name, head in read()]
         if any(found.head.weight is not None and devices.is_capturing(found.head.weight.device) for found in heads):
             raise ValueError("autotune cannot measure inside a CUDA graph capture; call it before")
     except Exception as error:
@@ -83,7 +83,7 @@ def autotune(read: Callable[[], list[tuple[str, Any, Head]]], *, process_group: 
     except Exception as error:
         if wrong:
             raise wrong from None
-        why = str(error) if isinstance(error, RankFailure) else f"{type(error).__name__}: {plans.first_lines(error)}"
+        why = str(error) if isinstance(error, RankFailure) else said(error)
     if disagreement:
         raise disagreement
     if why is not None:  # here, where the error no longer holds on to memory
@@ -421,9 +421,7 @@ def _row(
     plan: Plan, rows: int, option: Option | None, us: float | None, default_us: float | None, read_us: float | None
 ) -> TunedRow:
     key = plan.key
-    weight = key.vocab * key.hidden * key.dtype.itemsize
-    moved = weight + rows * (key.hidden * key.dtype.itemsize + key.vocab * key.out_dtype.itemsize)
-    limit_us = read_us * moved / weight if read_us else None
+    limit_us = limit.limit_us(read_us, rows, key.vocab, key.hidden, key.dtype, key.out_dtype)
     if option is None:
         return TunedRow(rows, backends.DEFAULT_GEMM, None, us, default_us, limit_us)
     return TunedRow(rows, option.backend.name, str(option.tactic), us, default_us, limit_us)

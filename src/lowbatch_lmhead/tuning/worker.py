@@ -75,10 +75,9 @@ def _found(job: dict[str, Any]) -> tuple[CompiledBackend, Problem, Any]:
 
 
 def _tactic(backend: Any, problem: Problem, name: str) -> Any:
-    for tactics in (backend.tactics, getattr(backend, "autotune_tactics", None)):
-        for tactic in tactics(problem) if tactics else ():
-            if str(tactic) == name:
-                return tactic
+    for tactic in (*backend.tactics(problem), *backend.autotune_tactics(problem)):
+        if str(tactic) == name:
+            return tactic
     raise LookupError(f"{backend.name} has no tactic {name!r} for {problem}")
 
 

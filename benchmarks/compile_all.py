@@ -19,6 +19,7 @@ import torch
 
 from lowbatch_lmhead import __version__, backends, devices, elf, objects
 from lowbatch_lmhead.backends import Problem
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.backends.compiling import CompiledBackend, object_key
 from lowbatch_lmhead.backends.flashinfer import version
 
@@ -94,7 +95,7 @@ def main() -> None:
                         "model": head["model"],
                         "vocab": problem.vocab,
                         "hidden": problem.hidden,
-                        "out_dtype": str(problem.out_dtype).removeprefix("torch."),
+                        "out_dtype": dtype_name(problem.out_dtype),
                         "backend": backend.name,
                         "tactic": str(tactic),
                         "arch": arch,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def measure(model: str, vocab: int, hidden: int, row_counts: list[int]) -> list[
 
 
 def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+    return statistics.geometric_mean(values) if values else math.nan
 
 
 def summary(rows: list[dict]) -> dict:

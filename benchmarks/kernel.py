@@ -27,7 +27,6 @@ launch's, worst_rel_err the largest of all of ours, linear_rel_err F.linear's.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
@@ -45,7 +44,8 @@ from compile_all import HEADS, is_in, shard
 from tuned import DTYPES, default, make, mean, write
 
 from lowbatch_lmhead import objects
-from lowbatch_lmhead.backends import Problem, warp_splitk
+from lowbatch_lmhead.backends import Problem, flashinfer, warp_splitk
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.backends.direct import Direct
 from lowbatch_lmhead.backends.hopper_stream import HopperStream
 from lowbatch_lmhead.backends.stream import Stream
@@ -274,7 +274,7 @@ class Head:
 
     def checked(self, rows: int, out_dtype: torch.dtype) -> Iterator[Entry]:
         """The candidates that compute the product, with their errors; the others go to ``wrong``."""
-        x, exact, name = self.x[:rows], self.exact[:rows], str(out_dtype).removeprefix("torch.")
+        x, exact, name = self.x[:rows], self.exact[:rows], dtype_name(out_dtype)
         for entry in self.candidates(rows, out_dtype):
             if entry.kind == "read":
                 yield entry
@@ -310,7 +310,7 @@ class Head:
             "vocab": vocab,
             "hidden": hidden,
             "rows": rows,
-            "out_dtype": str(out_dtype).removeprefix("torch."),
+            "out_dtype": dtype_name(out_dtype),
             **contested.row(default_kind),
             "worst_rel_err": max((entry.rel_err for entry in entries if entry.is_ours), default=None),
             "linear_rel_err": linear_err,
@@ -446,13 +446,6 @@ def host() -> dict[str, Any]:
     return {"head": f"{HOST_HEAD['vocab_size']}x{HOST_HEAD['hidden_size']}", "launch_us": timing.host_us(ways)}
 
 
-def triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def prepare_triton(arguments: argparse.Namespace) -> None:
     import triton_gemm
 
@@ -511,7 +504,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def save(path: Path, found: dict[str, Any]) -> None:
     top = {
-        "machine": found.get("machine") or machine.describe() | {"triton": triton_version()},
+        "machine": found.get("machine") or machine.describe() | {"triton": flashinfer.version("triton")},
         "summary": summary(found["rows"]),
         READING: found["reading"],
         "host": found["host"],

@@ -22,6 +22,7 @@ from compile_all import is_in
 
 from lowbatch_lmhead import objects
 from lowbatch_lmhead.backends import Problem, hopper_stream, stream
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.backends.warp_splitk import WarpSplitK
 from lowbatch_lmhead.benching.measure import check
 
@@ -91,8 +92,15 @@ def measure(name: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
             out = torch.empty(rows, vocab, device="cuda", dtype=problem.out_dtype)
             good, new = [], []
             for backend, tactic in candidates(problem):
-                row = {"model": name, "vocab": vocab, "hidden": hidden, "rows": rows,
-                       "out_dtype": str(problem.out_dtype)[6:], "backend": backend.name, "tactic": str(tactic)}  # fmt: skip
+                row = {
+                    "model": name,
+                    "vocab": vocab,
+                    "hidden": hidden,
+                    "rows": rows,
+                    "out_dtype": dtype_name(problem.out_dtype),
+                    "backend": backend.name,
+                    "tactic": str(tactic),
+                }
                 try:
                     call = backend.compile(problem, tactic).call
                     row["rel_err"], row["last_rows_err"] = check(call, weight, x, exact, problem.out_dtype)
@@ -110,7 +118,7 @@ def measure(name: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
             limit_us = read_us * (1 + (x.nbytes + out.nbytes) / weight.nbytes)
             for (row, _), us in zip(good, times):
                 row |= {"us": round(us, 2), "linear_us": round(linear_us, 2), "of_limit": round(limit_us / us, 4)}
-            print(f"{name} {rows} {str(problem.out_dtype)[6:]} linear {limit_us / linear_us:.3f}", flush=True)
+            print(f"{name} {rows} {dtype_name(problem.out_dtype)} linear {limit_us / linear_us:.3f}", flush=True)
             for backend in dict.fromkeys(row["backend"] for row, _ in good):
                 mine = [row for row, _ in good if row["backend"] == backend]
                 best = sorted(mine, key=lambda row: row["us"])[:4]

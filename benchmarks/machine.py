@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -13,13 +12,6 @@ import torch
 
 import lowbatch_lmhead
 from lowbatch_lmhead.backends import flashinfer
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def require_kernels() -> None:
@@ -46,9 +38,9 @@ def describe() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "flashinfer-python": _version("flashinfer-python"),
-        "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
-        "apache-tvm-ffi": _version("apache-tvm-ffi"),
+        "flashinfer-python": flashinfer.version("flashinfer-python"),
+        "nvidia-cutlass-dsl": flashinfer.version("nvidia-cutlass-dsl"),
+        "apache-tvm-ffi": flashinfer.version("apache-tvm-ffi"),
         "lowbatch-lmhead": lowbatch_lmhead.__version__,
         "date": datetime.date.today().isoformat(),
     }

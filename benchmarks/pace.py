@@ -22,6 +22,7 @@ import machine
 import timing
 import torch
 
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.tuning import limit
 
 CASES = ((1, torch.bfloat16), (16, torch.bfloat16), (64, torch.bfloat16))
@@ -88,7 +89,7 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
             "vocab": vocab,
             "hidden": hidden,
             "rows": rows,
-            "out_dtype": str(out_dtype).removeprefix("torch."),
+            "out_dtype": dtype_name(out_dtype),
             "tactic": tactic,
             "limit_us": {way: round(one["us"] * (1 + extra), 2) for way, one in read.items()},
             "read": read,

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.tuning import limit
 
 CASES = ((8, torch.bfloat16), (16, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32))
@@ -100,7 +101,7 @@ def measure(model: str, vocab: int, hidden: int) -> list[dict[str, Any]]:
                 "vocab": vocab,
                 "hidden": hidden,
                 "rows": rows,
-                "out_dtype": str(out_dtype).removeprefix("torch."),
+                "out_dtype": dtype_name(out_dtype),
                 "tactic": tactic,
                 "read_us": round(read_us, 2),
                 "limit_us": round(read_us * (1 + extra), 2),

@@ -19,7 +19,8 @@ import torch
 
 from lowbatch_lmhead import devices, objects
 from lowbatch_lmhead.backends import Problem
-from lowbatch_lmhead.backends.warp_splitk import MAX_STAGES, Tactic, WarpSplitK, smem_bytes, tiles_fit
+from lowbatch_lmhead.backends.base import dtype_name
+from lowbatch_lmhead.backends.warp_splitk import Tactic, WarpSplitK, deepest_ring, tiles_fit
 
 HEADS = json.loads(Path(__file__).with_name("heads.json").read_text())
 MODELS = {
@@ -32,19 +33,14 @@ RESIDENTS = (2, 3, 4, 5)
 
 
 def candidates(hidden: int, token_tile: int, arch: str = "sm_90a") -> list[Tactic]:
-    limits = devices.ARCHITECTURES[arch]
-    found = []
-    for output_tile in (16, 32):
-        for k_tile in (128, 256):
-            if not tiles_fit(hidden, k_tile):
-                continue
-            for residents in RESIDENTS:
-                for stages in range(min(MAX_STAGES, hidden // k_tile), 1, -1):
-                    tactic = Tactic(output_tile, token_tile, k_tile, stages, 2)
-                    if limits.ctas(smem_bytes(tactic)) >= residents:
-                        found.append(tactic)
-                        break
-    return list(dict.fromkeys(found))
+    found = (
+        deepest_ring(output_tile, token_tile, k_tile, residents, hidden, devices.ARCHITECTURES[arch])
+        for output_tile in (16, 32)
+        for k_tile in (128, 256)
+        if tiles_fit(hidden, k_tile)
+        for residents in RESIDENTS
+    )
+    return list(dict.fromkeys(tactic for tactic in found if tactic))
 
 
 def jobs() -> list[tuple[dict, Problem, Tactic]]:
@@ -99,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
                             "vocab": vocab,
                             "hidden": hidden,
                             "rows": rows,
-                            "out_dtype": str(problem.out_dtype).removeprefix("torch."),
+                            "out_dtype": dtype_name(problem.out_dtype),
                             "tactic": str(tactic),
                             "us": round(us, 2),
                             "linear_us": round(linear_us, 2),

@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowbatch_lmhead.backends.base import dtype_name
+
 SMEM_PER_BLOCK, SMEM_PER_SM, RESERVED_SMEM = 227 * 1024, 228 * 1024, 1024  # SM90
 TOKEN_BLOCKS = (16, 32, 64)
 
@@ -223,7 +225,7 @@ def check() -> None:
                             f"WRONG {vocab}x{hidden}, {rows} rows, {out_dtype}, {config}: {error}, {clean}"
                         )
                     worst[out_dtype] = max(worst.get(out_dtype, 0.0), error)
-        print(f"{vocab}x{hidden}", {str(key)[6:]: f"{error:.1e}" for key, error in worst.items()}, flush=True)
+        print(f"{vocab}x{hidden}", {dtype_name(key): f"{error:.1e}" for key, error in worst.items()}, flush=True)
 
 
 def compile_all() -> None:

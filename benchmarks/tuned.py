@@ -31,6 +31,8 @@ from compile_all import HEADS, shard
 
 import lowbatch_lmhead
 from lowbatch_lmhead import TunedRow, backends, testing
+from lowbatch_lmhead.backends.base import dtype_name
+from lowbatch_lmhead.benching.measure import errors as relative_errors
 from lowbatch_lmhead.tuning import timing
 
 ROWS = 32
@@ -76,10 +78,7 @@ def errors(weight: torch.Tensor, out_dtype: torch.dtype) -> dict[int, tuple[floa
     for rows in range(1, ROWS + 1):
         out = torch.full((rows, weight.shape[0]), float("nan"), device="cuda", dtype=out_dtype)
         lowbatch_lmhead.project(weight, x[:rows], out=out, out_dtype=asked(out_dtype))
-        difference, expected = out.double() - exact[:rows], exact[:rows]
-        found[rows] = tuple(
-            (d.norm() / e.norm()).item() for d, e in ((difference, expected), (difference[:, -32:], expected[:, -32:]))
-        )
+        found[rows] = relative_errors(out, exact[:rows])
     return found
 
 
@@ -108,7 +107,7 @@ def measure(head: dict[str, Any], weight: torch.Tensor, tuned: Any, out_dtype: t
                 "vocab": head["vocab_size"],
                 "hidden": head["hidden_size"],
                 "rows": row.rows,
-                "out_dtype": str(out_dtype).removeprefix("torch."),
+                "out_dtype": dtype_name(out_dtype),
                 "backend": row.backend,
                 "tactic": row.tactic,
                 "us": round(us, 2),
@@ -154,7 +153,7 @@ def heads(arguments: argparse.Namespace) -> None:
                 {
                     "model": head["model"],
                     "weight_mb": round(weight.nbytes / 1e6, 1),
-                    "out_dtype": str(out_dtype).removeprefix("torch."),
+                    "out_dtype": dtype_name(out_dtype),
                     "seconds": round(tuned.seconds, 2),
                     "compiled": report.compiled,
                     "loaded": report.loaded,
@@ -166,7 +165,7 @@ def heads(arguments: argparse.Namespace) -> None:
             ratios = [row["us"] / row["linear_us"] for row in new]
             served = sum(row["backend"] != "default GEMM" for row in new)
             print(
-                f"{head['model']:<22} {str(out_dtype)[6:]:<8} {served:>2} rows by kernels, "
+                f"{head['model']:<22} {dtype_name(out_dtype):<8} {served:>2} rows by kernels, "
                 f"1-16 {mean(ratios[:16]):.3f}, 17-32 {mean(ratios[16:]):.3f}, worst {max(ratios):.3f}, "
                 f"tuned in {tuned.seconds:.1f} s ({report.compiled} compiled), noise {tuned.noise or 0:.4f}, "
                 f"{tunings[-1]['memory_mb_above_outputs']} MB "
@@ -186,7 +185,7 @@ def is_wanted(model: str, out_dtype: str, models: list[str] | None) -> bool:
 
 
 def mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+    return statistics.geometric_mean(values) if values else math.nan
 
 
 def summary(rows: list[dict[str, Any]], tunings: list[dict[str, Any]]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from torch import Tensor, nn
 import lowbatch_lmhead
 from lowbatch_lmhead import backends, devices, testing
 from lowbatch_lmhead.backends import Launch
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.plan import Entry, plan_for
 from lowbatch_lmhead.tuning import ranks as ranks_module
 from lowbatch_lmhead.tuning import timing as tuning_timing
@@ -566,7 +567,7 @@ def beside_whole(
     return {
         "stage": stage,
         "rows": rows,
-        "out_dtype": str(dtype).removeprefix("torch."),
+        "out_dtype": dtype_name(dtype),
         "shard": [one["here"][0] for one in said] if len({str(one["here"]) for one in said}) > 1 else here,
         "whole": there,
         "plans_agree": agree,

@@ -18,6 +18,7 @@ import timing
 import torch
 
 from lowbatch_lmhead.backends import Problem
+from lowbatch_lmhead.backends.base import dtype_name
 from lowbatch_lmhead.backends.warp_splitk import Tactic, WarpSplitK
 
 HEADS = {"qwen2.5-0.5b": (151936, 896), "qwen3-0.6b": (151936, 1024), "llama-3.2-1b": (128256, 2048)}
@@ -38,10 +39,10 @@ def writing() -> list[dict]:
                     "one_place_us": torch.empty(1, vocab, device="cuda", dtype=dtype).expand(rows, vocab),
                 }
                 for name, out in outs.items():
-                    names.append((str(dtype).removeprefix("torch."), name))
+                    names.append((dtype_name(dtype), name))
                     calls.append(lambda w, launch=launch, x=x, out=out: launch(w, x, None, out))
                 out = torch.empty(rows, vocab, device="cuda", dtype=dtype)
-                names.append((str(dtype).removeprefix("torch."), "default_us"))
+                names.append((dtype_name(dtype), "default_us"))
                 if dtype is torch.bfloat16:
                     calls.append(lambda w, x=x, out=out: torch.mm(x, w.t(), out=out))
                 else:

@@ -1,8 +1,13 @@
-"""benchmarks/kernel.py without a GPU: what is timed after what, and what stays."""
+"""benchmarks/kernel.py without a GPU: what is timed after what, and what stays; and what a result was measured on."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+from types import SimpleNamespace
+
 import pytest
+import torch
 from conftest import ROOT, load_script
 
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="needs the repository")
@@ -68,3 +73,13 @@ def test_targets_end_at_64_rows(kernel):
     }
     figures = kernel.summary([row])
     assert figures["of the limit, above 200 MB, hidden >= 2048, rows 33-64"]["cases"] == 0
+
+
+def test_what_a_result_was_measured_on(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, L2_cache_size=62914560)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    described = load_script(ROOT / "benchmarks" / "machine.py").describe()
+    assert (described["gpu"], described["multiprocessors"], described["l2_bytes"]) == ("NVIDIA H200", 132, 62914560)
+    assert described["python"] == platform.python_version()
+    assert described["torch"] == torch.__version__
+    assert described["apache-tvm-ffi"] == importlib.metadata.version("apache-tvm-ffi")

@@ -182,6 +182,34 @@ def test_a_tactic_that_is_wrong_at_one_row_count_serves_nowhere(tuning):
         assert_logits(project(head, x), head, x)
 
 
+def test_where_what_was_timed_inside_a_bucket_turns_out_wrong_the_others_are_timed(tuning):
+    """b would serve 5 rows by its time at 4 and 8, but is slower there than the default GEMM."""
+    us = steady(default=lambda rows: 80 if rows == 5 else 100, a=70, b=90)
+    script = tuning(us, Tactics("a", "b", wrong_at={"a": 7}))
+    report = autotune(linear(), max_rows=8)
+    assert chosen(report) == {rows: None if rows == 5 else "b" for rows in range(1, 9)}
+    assert all(row.us and row.default_us for row in report.heads[0].rows)
+    assert [labels[1] for rows, labels in script.timed if rows == 5] == ["a", "b"]
+
+
+@pytest.mark.parametrize("arguments", [{"max_rows": 2}, {"max_rows": 8, "budget_s": 0}])
+def test_what_a_later_call_finds_wrong_serves_nowhere(tuning, arguments):
+    kernel = Tactics("a", "b")
+    tuning(steady(default=100, a=90, b=95), kernel)
+    head = linear()
+    assert set(chosen(autotune(head, max_rows=8, cache=False)).values()) == {"a"}
+    kernel._wrong.add("a")  # as it may be for another weight of this shape
+    report = autotune(head, cache=False, refresh=True, **arguments)
+    assert "a" not in chosen(report).values()
+    for rows in range(1, 9):
+        x = inputs(rows)
+        assert_logits(project(head, x), head, x)
+        assert explain(head, x).tactic != "a"
+    again = autotune(head, max_rows=8, cache=False)  # what serves now was not measured at all of these row counts
+    assert set(chosen(again).values()) == {"b"}
+    assert again.heads[0].source == "measured"
+
+
 def test_a_tactic_that_does_not_compile_is_dropped(tuning):
     tuning(steady(default=100, a=90, b=80), Tactics("a", "b", failing=["b"]))
     report = autotune(linear())
@@ -388,6 +416,26 @@ def test_the_yardstick_is_timed_as_long_as_anything():
     contest = Rounds([100] * 9, [90] * 9, [90.1] * 9)
     timings = compare(contest, 3)
     assert timings[0].rounds == timings[1].rounds
+
+
+def test_a_clock_that_slows_down_does_not_favour_what_was_left_out():
+    slower = [1.0] * 3 + [1.06] * 6
+    contest = Rounds([100 * by for by in slower], [99.5 * by for by in slower], [104] * 9)
+    yardstick, close, behind = compare(contest, 3)
+    assert behind.rounds == 3
+    assert (yardstick.us, close.us) == pytest.approx((106, 105.47))
+    assert behind.us == pytest.approx(1.04 * 106)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_slower_in_every_round_does_not_serve_when_the_clock_slows_down(tuning, at_once):
+    us = {DEFAULT: 100, AGAIN: 100, "near": 99.5, "slow": 104}
+
+    def script(label, rows, round_):
+        return us[label] * ((1.0 if round_ <= 3 else 1.06) if at_once else 1.02**round_)
+
+    tuning(script, Tactics("near", "slow"))
+    assert chosen(autotune(linear(), max_rows=1)) == {1: None}
 
 
 def test_what_loads_slowly_does_not_count_as_the_time_of_a_launch():
@@ -671,6 +719,20 @@ def test_an_earlier_call_is_reported_for_the_rows_asked_for(tuning):
     head = linear()
     autotune(head)
     assert list(chosen(autotune(head, max_rows=8))) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("between", [{"max_rows": 16, "budget_s": 0}, {"max_rows": 4, "refresh": True}])
+def test_row_counts_that_were_measured_are_not_measured_again(tuning, between):
+    script = tuning(steady(default=100, a=90))
+    head = linear()
+    first = autotune(head, max_rows=8, cache=False)
+    autotune(head, cache=False, **between)
+    timed = len(script.timed)
+    again = autotune(head, max_rows=8, cache=False)
+    assert len(script.timed) == timed
+    assert again.heads[0].source == "earlier call"
+    assert chosen(again) == chosen(first)
+    assert not again.heads[0].notes
 
 
 def test_two_threads_do_not_measure_at_once(tuning):
@@ -987,6 +1049,17 @@ def test_what_this_process_has_found_is_kept_in_a_cache_named_later(tuning, tmp_
     assert not script.made
     assert found.heads[0].source == "cache"
     assert chosen(found) == chosen(first)
+
+
+def test_a_choice_for_fewer_rows_does_not_replace_one_for_more(tuning, tmp_path):
+    tuning(steady(default=100, a=90))
+    head = linear()
+    autotune(head, max_rows=8, cache=tmp_path)
+    testing.forget()  # the next process
+    autotune(head, max_rows=4, cache=False)
+    assert autotune(head, max_rows=4, cache=tmp_path).heads[0].source == "earlier call"
+    testing.forget()
+    assert autotune(head, max_rows=8, cache=tmp_path, budget_s=0).heads[0].source == "cache"
 
 
 def test_what_a_budget_cut_short_is_kept_nowhere(tuning, tmp_path):

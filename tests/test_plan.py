@@ -143,7 +143,7 @@ class TestDropping:
         assert "uncompiled (4 splits): OSError: ptxas failed xxx" in said
         assert len(said) < 450
 
-    def test_row_counts_prepared_before_a_fault_keep_their_launch(self, serve):
+    def test_what_is_wrong_at_one_row_count_serves_nowhere(self, serve):
         def five(out):
             if len(out) == 5:
                 out.zero_()
@@ -151,13 +151,21 @@ class TestDropping:
         broken, right = serve(Broken(five), Counting())
         head = linear()
         report = warmup(head)
-        assert [(first, last, d.backend) for first, last, d in report.heads[0].ranges()[:2]] == [
-            (1, 4, "broken"),
-            (5, 16, "reference"),
-        ]
+        first, last, decision = report.heads[0].ranges()[0]
+        assert (first, last, decision.backend, decision.prepared) == (1, 16, "reference", True)
         for rows in range(1, 17):
             x = inputs(rows)
             assert_logits(project(head, x), head, x)
+        assert right.compiled == broken.compiled == 1
+
+    def test_what_turns_out_wrong_no_longer_serves_what_was_prepared_before(self, serve, caplog):
+        broken, right = serve(Broken(lambda out: out.zero_() if len(out) == 5 else None), Counting())
+        head = linear()
+        bound = bind(head)
+        for rows in (3, 5, 3, 5):
+            x = inputs(rows)
+            assert_logits(bound(x), head, x)
+            assert explain(head, x).backend == ("broken" if rows == 3 and not right.compiled else "reference")
         assert right.compiled == broken.compiled == 1
 
     def test_second_tactic_serves(self, serve, caplog):

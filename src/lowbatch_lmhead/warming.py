@@ -34,8 +34,13 @@ def warm_head(
         last = min(max_rows or plan.max_rows, plan.max_rows)
         references: list[verify.Reference] = []
         # In a batch-invariant plan one row count prepares all, or would fail as all do.
-        for rows in [last] if batch_invariant else range(1, last + 1):
-            plan.prepare(rows, head.weight, head.bias, references)
-            step(rows, last)
+        left, settled = [last] if batch_invariant else list(range(1, last + 1)), set[int]()
+        while left:
+            for rows in left:
+                entry = plan.prepare(rows, head.weight, head.bias, references)
+                (settled.add if entry is plan.entries[rows] else settled.discard)(rows)
+                step(rows, last)
+            # What served them has turned out wrong at another row count.
+            left = sorted(rows for rows in settled if plan.entries[rows] is None)
         beyond = 0 if batch_invariant else 1  # what serves more rows than were prepared
         return [gate.decide_rows(plan, rows) for rows in range(1, last + 1 + beyond)]

@@ -354,6 +354,19 @@ class Search:
             if everywhere - wrong:  # the plan has logged what is wrong here
                 logger.warning("%s serves nowhere: wrong on another rank", ", ".join(sorted(everywhere - wrong)))
             self._wrong |= everywhere
+            self._time_others(ends, finalists)
+
+    def _time_others(self, ends: list[int], finalists: dict[int, list[Option]]) -> None:
+        """Where all that was timed inside a bucket turned out wrong, time what else was timed at its end."""
+        for rows, measured in sorted(self._result.measured.items()):
+            if rows in ends or not measured.us or not self._wrong.issuperset(measured.us):
+                continue
+            above = next(end for end in ends if end >= rows)
+            others = [option for option in self._timed_at(above, rows) if option.name not in self._wrong]
+            if others and not self._out_of_time():
+                ready = [option for option in others if self._ready(option, rows)]
+                self._result.measured[rows] = self._measure(rows, ready)
+                finalists[above] += self._also(above, ready, finalists[above])
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """The plan's entries for what was found."""

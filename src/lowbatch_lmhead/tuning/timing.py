@@ -56,7 +56,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """The median of a call's rounds, in microseconds, and how many there were."""
+    """Microseconds of a call, the median of its rounds, and how many there were."""
 
     us: float
     rounds: int
@@ -66,8 +66,8 @@ def compare(contest: Contest, count: int, margin: float = 0.01, keep_last: bool 
     """Time ``count`` calls, the first of them the yardstick, for as many rounds as the result needs.
 
     A call that is clearly behind the best is left out after a few rounds, but not the yardstick, nor with ``keep_last`` the
-    last call. It ends early when what is left differs from the yardstick by more than ``margin`` and three times the
-    spread of the rounds.
+    last call; its time is then that beside the yardstick. It ends early when what is left differs from the yardstick by
+    more than ``margin`` and three times the spread of the rounds.
     """
     times: list[list[float]] = [[] for _ in range(count)]
     active, kept = list(range(count)), (0, count - 1) if keep_last else (0,)
@@ -86,7 +86,16 @@ def compare(contest: Contest, count: int, margin: float = 0.01, keep_last: bool 
         clear = all(_is_clear(times[0], times[index], margin) for index in left)
         if clear and (len(left) <= 1 or done >= ENOUGH_ROUNDS):
             break
-    return [Timing(statistics.median(values), len(values)) for values in times]
+    return [Timing(_beside(times[0], values), len(values)) for values in times]
+
+
+def _beside(yardstick: list[float], values: list[float]) -> float:
+    """The median of ``values``. Of a call that was left out early, what it would have been over all rounds of the yardstick:
+    the clock may have changed since.
+    """
+    if len(values) == len(yardstick):
+        return statistics.median(values)
+    return statistics.median(yardstick) * statistics.median(b / a for a, b in zip(yardstick, values))
 
 
 def _is_clear(yardstick: list[float], other: list[float], margin: float) -> bool:

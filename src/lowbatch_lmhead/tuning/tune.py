@@ -182,35 +182,63 @@ class Earlier:
     """What calls in this process have found for one plan."""
 
     last: TunedHead
-    budget_s: float  # that the last call may have been cut short by; infinite where it was not
     rows: dict[int, TunedRow]  # what serves, by any call
+    budgets_s: dict[int, float]  # by row count: that the search may have been cut short by; infinite where it was not
     content: dict[str, Any] | None  # what a cache keeps of the last call; None where it was cut short
     folder: Path | None  # of the cache in which that is
 
 
 def _tune_plan(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: float) -> TunedHead:
     earlier: Earlier | None = plan.tuned
-    enough = earlier is not None and len(earlier.last.rows) >= wishes.max_rows and wishes.budget_s <= earlier.budget_s
-    serves = [[row.rows, row.backend, row.tactic] for row in earlier.rows.values()] if earlier else []
+    known = _still_serving(plan, earlier)
+    wanted_rows = range(1, wishes.max_rows + 1)
+    enough = earlier is not None and all(
+        rows in known and wishes.budget_s <= earlier.budgets_s[rows] for rows in wanted_rows
+    )
+    serves = [[row.rows, row.backend, row.tactic] for row in known.values()]
     everywhere = ranks.exchange([enough and not wishes.refresh, serves])
     alike = all(other == everywhere[0][1] for _, other in everywhere)
-    if earlier and alike and all(known for known, _ in everywhere):
-        rows = earlier.last.rows[: wishes.max_rows]
-        if earlier.content and wishes.folder and wishes.folder != earlier.folder:
-            kept.save(wishes.folder, cache_key(plan), earlier.content)
-            plan.tuned = dataclasses.replace(earlier, folder=wishes.folder)
-        return dataclasses.replace(earlier.last, name=found.name, rows=rows, source="earlier call")
+    if earlier and alike and all(enough_there for enough_there, _ in everywhere):
+        content, folder = earlier.content, wishes.folder
+        if content and folder and folder != earlier.folder and len(content["rows"]) >= wishes.max_rows:
+            if _read(kept.load(folder, cache_key(plan)), plan, len(content["rows"])) is None:
+                kept.save(folder, cache_key(plan), content)
+            plan.tuned = dataclasses.replace(earlier, folder=folder)
+        # What the last call could not reach in its time is nothing to these rows where all of them had theirs.
+        whole = content is None and all(earlier.budgets_s[rows] == math.inf for rows in wanted_rows)
+        return dataclasses.replace(
+            earlier.last,
+            name=found.name,
+            rows=tuple(known[rows] for rows in wanted_rows),
+            notes=() if whole else earlier.last.notes,
+            source="earlier call",
+        )
     with Bar(f"tuning {found.name}", wishes.progress) as step, torch.no_grad(), plans.on_device(plan.key.device):
         found = dataclasses.replace(found, head=_held(found.head))
         from_cache = _from_cache(found, plan, wishes, ranks, begin)
-        before = earlier.rows if earlier and alike else {}
-        tuned, content = from_cache or _measure(found, plan, wishes, ranks, step, begin, before)
+        tuned, content = from_cache or _measure(
+            found, plan, wishes, ranks, step, begin, lambda: _still_serving(plan, earlier) if alike else {}
+        )
     if content and not from_cache:
         kept.save(wishes.folder, cache_key(plan), content)
-    rows_of = {**(earlier.rows if earlier else {}), **{row.rows: row for row in tuned.rows}}
-    budget_s = math.inf if content else wishes.budget_s
-    plan.tuned = Earlier(tuned, budget_s, dict(sorted(rows_of.items())), content, wishes.folder)
+    rows_of, budgets_s = _still_serving(plan, earlier), dict(earlier.budgets_s) if earlier else {}
+    for row in tuned.rows:
+        if row is not rows_of.get(row.rows):  # or the budget ended before it was measured again
+            rows_of[row.rows], budgets_s[row.rows] = row, math.inf if content else wishes.budget_s
+    plan.tuned = Earlier(tuned, dict(sorted(rows_of.items())), budgets_s, content, wishes.folder)
     return tuned
+
+
+def _still_serving(plan: Plan, earlier: Earlier | None) -> dict[int, TunedRow]:
+    """What earlier calls have found and still serves: a launch that has turned out wrong since does not."""
+
+    def serves(row: TunedRow) -> bool:
+        entry = plan.entries[row.rows]
+        launch = entry and entry.launch
+        tactic = (launch.backend, launch.tactic) if launch else (backends.DEFAULT_GEMM, None)
+        return entry is not None and tactic == (row.backend, row.tactic)
+
+    return {rows: row for rows, row in earlier.rows.items() if serves(row)} if earlier else {}
 
 
 def _held(head: Head) -> Head:
@@ -353,10 +381,16 @@ def _plain(choices: Sequence[Choice]) -> list[list[Any]]:
 
 
 def _measure(
-    found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, step: Step, begin: float, before: dict[int, TunedRow]
+    found: Found,
+    plan: Plan,
+    wishes: Wishes,
+    ranks: Ranks,
+    step: Step,
+    begin: float,
+    still_serving: Callable[[], dict[int, TunedRow]],
 ) -> tuple[TunedHead, dict[str, Any] | None]:
     """What was found, and what a cache keeps of it: nothing where the budget ended first. What was not timed is left to
-    what served ``before``."""
+    what earlier calls have found, as far as it is not wrong."""
     weight, bias = found.head.weight, found.head.bias
     assert weight is not None
     with (
@@ -374,9 +408,12 @@ def _measure(
             read_us = limit.read_us(timer, weight) if result.measured else None
         finally:
             timer.close()
+        for launch in {tuple(known) for there in ranks.exchange(plan.dropped()) for known in there}:
+            plan.drop(launch, f"{launch[0]} ({launch[1]}): wrong on another rank")
         if not result.out_of_time:  # what serves beyond, as ``warmup`` prepares it
             for rows in range(wishes.max_rows + 1, plan.max_rows + 1):
                 plan.prepare(rows, weight, bias, references, compiles.launch)
+    before = still_serving()
     left = before.keys() - result.measured.keys() if result.out_of_time else set()
     entries = {rows: entry for rows, entry in search.entries() if rows not in left}
     ranks.exchange("done")  # whoever failed until here has told the others

@@ -172,6 +172,30 @@ LIVE = {
         ranks_module.TIMEOUT_S = 60.0
         dist.barrier()
     """,
+    "missed by one": """
+        head, sources = linear(), []
+        tuning(steady(default=100, a=95, b=80))
+        ranks_module.TIMEOUT_S = 1.5
+        if rank:
+            autotune(head, process_group=group, cache=False)
+        for _ in range(4):
+            dist.barrier()
+            report = autotune(head, process_group=group, cache=False)
+            sources.append(report.heads[0].source)
+        ranks_module.TIMEOUT_S = 60.0
+        say(report, sources=sources)
+    """,
+    "wrong on one later": """
+        kernel, head = Tactics("a", "b"), linear()
+        tuning(steady(default=100, a=80, b=90), kernel)
+        report = autotune(head, max_rows=8, process_group=group, cache=False)
+        before = explain(head, inputs(5)).tactic
+        if rank:
+            kernel._wrong.add("a")
+        report = autotune(head, max_rows=2, refresh=True, process_group=group, cache=False)
+        after = explain(head, inputs(5))
+        say(report, before=before, after=after.tactic, reasons=len(after.reasons))
+    """,
 }
 DIFFERING = {
     "vocab": "autotune(linear(vocab=100 + rank), process_group=group)",
@@ -335,6 +359,17 @@ def test_a_late_rank_makes_both_fall_back(results):
         assert one["source"] == "not tuned"
         assert one["choice"][:16] == ["a"] * 16
     assert results["late"][0]["seconds"] < 4  # it did not wait for the other
+
+
+def test_a_call_that_one_rank_missed_does_not_set_the_ranks_apart_for_good(results):
+    assert alike(results, "missed by one")["sources"] == ["not tuned", "measured", "earlier call", "earlier call"]
+
+
+def test_what_turns_out_wrong_on_one_rank_no_longer_serves_on_any(results):
+    said = [
+        {key: one[key] for key in ("choice", "before", "after", "reasons")} for one in results["wrong on one later"]
+    ]
+    assert said[0] == said[1] == {"choice": ["b", "b"], "before": "a", "after": None, "reasons": 1}
 
 
 @pytest.mark.parametrize("what", DIFFERING)

@@ -245,6 +245,20 @@ def never(rank):
     return attempt(run) if rank == 0 else None, group_works()
 
 
+def missing(rank, entries):
+    """Rank 0 misses the first entry, and comes to the others."""
+
+    def run():
+        with Ranks(dist.group.WORLD, SHORT) as ranks:
+            return ranks.exchange(rank)
+
+    ends = [attempt(run)] if rank else []
+    for _ in range(entries):
+        dist.barrier()
+        ends.append(attempt(run))
+    return [value for value, *_ in ends[-entries:]]
+
+
 def interrupted(rank, waiting):
     """Rank 1 gets SIGINT: while it works, or while it waits for the other one."""
 
@@ -494,6 +508,10 @@ class TestSilence:
         failures([first[0]], f"rank 1: no answer within {SHORT:g} s", SHORT + ranks_module.GRACE_S + 0.5)
         assert first[1]
         assert second[1]
+
+    @pytest.mark.parametrize("store", ["tcp", "file"])
+    def test_an_entry_that_one_rank_missed_sets_it_back_once(self, store, tmp_path):
+        assert together(missing, tmp_path, 2, store, entries=4) == [[None, [0, 1], [0, 1], [0, 1]]] * 2
 
     @pytest.mark.parametrize(("where", "store"), [("block", "tcp"), ("block", "file"), ("exchange", "tcp")])
     def test_killed(self, where, store, tmp_path):

@@ -224,8 +224,8 @@ def autotune(
             ``$XDG_CACHE_HOME/lowbatch-lmhead``, else ``~/.cache/lowbatch-lmhead``), False for none.
         refresh: measure anew, whatever is in the cache.
         process_group: a torch.distributed group whose ranks hold shards of the same shape and all call this with the
-            same arguments. They choose alike, by the slowest rank's times; where one fails or stays away, all of them
-            end up as ``warmup`` would leave them.
+            same arguments. They choose alike, by the slowest rank's times; where one fails or stays away, heads that are
+            not tuned yet end up as ``warmup`` would leave them on all.
         budget_s: seconds for one head after which the best so far serves; 0 takes a choice from the cache and
             measures nothing.
         progress: a progress bar on stderr; None for one where stderr is a terminal.

@@ -12,7 +12,9 @@ Rules:
   kept the store (rank 0 does, without torchrun), by all; by the others when the time for an answer is up;
 - success and failure exclude each other: one key of the store holds which of the two was first;
 - no operation on the store may outlast its time: each runs on a thread that is left behind if it does;
-- entries pair by count, as collectives do: the n-th of one rank with the n-th of the others.
+- entries pair by count, as collectives do: the n-th of one rank with the n-th of the others. A rank that comes to an entry
+  that the others have given up waiting for is late; where that happens twice in a row it has missed an entry, and goes on
+  to the next that nobody has given up.
 """
 
 from __future__ import annotations
@@ -280,8 +282,17 @@ class _Store:
 
         The connection is the group's: another one takes a lookup of the host's name, so seconds where that is broken.
         """
-        name = self._name(f"entries/{rank}")
-        self._entry = f"{self._run(lambda: self._store.add(name, 1))}/"
+        entries, late = self._name(f"entries/{rank}"), self._name(f"late/{rank}")
+
+        def given_up() -> bool:
+            self._entry = f"{self._run(lambda: self._store.add(entries, 1))}/"
+            return self.has([f"failed/{rank}"])
+
+        if not given_up():
+            self._run(lambda: self._store.set(late, "0"))
+        elif self._run(lambda: self._store.add(late, 1)) > 1:
+            while given_up():
+                pass
 
     def set(self, key: str, value: str) -> None:
         name = self._name(key)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -1305,14 +1307,24 @@ def test_a_weight_that_an_engine_loads_unseen_is_looked_at_again(tuning):
     assert autotune(head).heads[0].source == "measured"
 
 
-@pytest.mark.parametrize("stderr", [None, "closed"])
-def test_a_daemon_without_a_terminal(tuning, monkeypatch, tmp_path, stderr):
+@pytest.mark.parametrize("progress", [None, True])
+@pytest.mark.parametrize("stderr", [None, "closed", "a broken pipe"])
+def test_a_daemon_without_a_terminal(tuning, monkeypatch, tmp_path, stderr, progress):
     tuning(steady(default=100, a=90))
     if stderr == "closed":
         stderr = (tmp_path / "log").open("w")
         stderr.close()
-    monkeypatch.setattr("sys.stderr", stderr)
-    assert autotune(linear()).heads[0].source == "measured"
+    elif stderr:
+        read, write = os.pipe()
+        os.close(read)
+        stderr = open(write, "w", buffering=1)  # noqa: SIM115
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", stderr)
+        assert autotune(linear(), progress=progress).heads[0].source == "measured"
+        assert warmup(linear(), progress=progress).heads[0].decisions[0].prepared
+    if stderr and not stderr.closed:
+        with contextlib.suppress(BrokenPipeError):
+            stderr.close()
 
 
 def test_without_a_budget_and_a_cache_nothing_counts_as_measured(kernel):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from lowbatch_lmhead import TunedHead, TuningReport, backends, cli, cli_cache, devices, objects, testing
 from lowbatch_lmhead.backends import flashinfer
@@ -408,10 +409,37 @@ def test_known_models_are_those_of_the_benchmarks():
             ["explain", *HEAD, "--rows", "1", "--out-dtype", "float16"],
             "out_dtype must be None, torch.float32 or torch.bfloat16, got float16",
         ),
+        (["explain", "--model", "m" * 5000, "--rows", "1"], "File name too long"),
+        (
+            ["explain", "--vocab", str(2**31 - 1), "--hidden", "64", "--pad", "64", "--rows", "1"],
+            "--vocab 2147483647 is padded to 2147483648; a GPU's part can have 2147483647 rows",
+        ),
+        (["compile", "--arch", "sm_90a", *HEAD, "--out", ""], "it is empty"),
+        (["bench", *HEAD, "--out", ""], "it is empty"),
     ],
 )
 def test_wrong_arguments(capsys, argv, said):
     assert said in refused(capsys, *argv)
+
+
+def test_a_config_that_nests_without_end(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "no vocab_size and hidden_size" in refused(capsys, "explain", "--model", str(tmp_path), "--rows", "1")
+
+
+def test_a_path_that_the_terminal_cannot_show(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    with open(folder + b"/config.json", "w") as config:
+        json.dump({"vocab_size": 4096, "hidden_size": 1024}, config)
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbatch_lmhead", "explain", "--rows", "1", "--arch", "sm_90a", "--model", folder],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/\\udcff" in done.stdout
 
 
 def test_out_must_be_a_folder_that_can_be_named_and_written(capsys, tmp_path):

@@ -18,7 +18,8 @@ from conftest import CLOSE, HIDDEN, VOCAB, Counting, assert_close, assert_logits
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lowbatch_lmhead import bind, dispatch, explain, project, testing, warmup
+from lowbatch_lmhead import autotune, bind, dispatch, explain, project, testing, warmup
+from lowbatch_lmhead import head as head_module
 
 SENTINEL = 123.0
 
@@ -633,6 +634,18 @@ class TestWrongArguments:
 def test_bind_checks_out_dtype(wrong):
     with pytest.raises(ValueError, match=r"out_dtype must be None, torch.float32 or torch.bfloat16"):
         bind(linear(), out_dtype=wrong)
+
+
+@pytest.mark.parametrize("wrong", [torch.int8, "float32", float, 1, []], ids=str)
+@pytest.mark.parametrize("call", [bind, warmup, autotune], ids=lambda call: call.__name__)
+def test_out_dtype_is_checked_for_a_head_that_computes_by_itself(call, wrong, monkeypatch):
+    class Own(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    monkeypatch.setattr(head_module, "_readers", {Own: lambda head: None})
+    with pytest.raises(ValueError, match=r"^out_dtype must be None, torch.float32 or x's dtype, got "):
+        call(Own(HIDDEN, VOCAB), out_dtype=wrong)
 
 
 class TestThreads:

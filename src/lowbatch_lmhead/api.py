@@ -75,8 +75,7 @@ class Projection:
 
     def __init__(self, head: HeadLike, out_dtype: torch.dtype | None, batch_invariant: bool = False) -> None:
         read = read_head(head)
-        if read.weight is not None:
-            dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+        dispatch.check_out_dtype(out_dtype, None if read.weight is None else read.weight.dtype)
         dispatch.check_invariant(read, batch_invariant)
         self._head = head
         self._out_dtype = out_dtype
@@ -194,8 +193,7 @@ def warmup(
 def _heads(model_or_head: Any, out_dtype: torch.dtype | None) -> list[tuple[str, Head]]:
     heads = [(name, read_head(head)) for name, head in find_heads(model_or_head)]
     for _, read in heads:
-        if read.weight is not None:
-            dispatch.check_out_dtype(out_dtype, read.weight.dtype)
+        dispatch.check_out_dtype(out_dtype, None if read.weight is None else read.weight.dtype)
     return heads
 
 

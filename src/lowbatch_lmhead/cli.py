@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
@@ -114,6 +115,9 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 where it says no, and 2 (SystemExit) for wrong arguments."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path or a file's content may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     try:
         status: int = args.command(args)
@@ -152,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_types(tune)
     tune.add_argument("--budget", type=_seconds, default=30.0, metavar="S", help="seconds for each head (30)")
     tune.add_argument("--again", action="store_true", help="measure what is in the cache already, too")
-    tune.add_argument("--dir", type=_folder_name, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads")
+    tune.add_argument(
+        "--dir", type=cli_bench.folder_name, metavar="DIR", help="keep it in DIR: what autotune(cache=DIR) reads"
+    )
     tune.add_argument("--json", action="store_true", help="print the report as JSON")
     tune.set_defaults(command=_tune, parser=tune)
 
@@ -168,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_types(compile_)
     compile_.add_argument("--all-backends", action="store_true", help="compile also what would serve if those failed")
     compile_.add_argument("--tuning", action="store_true", help="compile also what autotune measures, up to 32 rows")
-    compile_.add_argument("--out", type=Path, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR")
+    compile_.add_argument(
+        "--out", type=cli_bench.folder_name, metavar="DIR", help="write the kernels for LOWBATCH_LMHEAD_OBJECTS=DIR"
+    )
     compile_.set_defaults(command=_compile, parser=compile_)
 
     cli_cache.add_to(commands)
@@ -225,12 +233,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
-
-
-def _folder_name(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty")
-    return Path(text)
 
 
 class Types(NamedTuple):
@@ -580,6 +582,8 @@ def _shard(size: Size, args: argparse.Namespace) -> Size:
     if padded % args.tp:
         right = math.lcm(64, args.tp)  # engines pad to 64
         raise UsageError(f"--tp {args.tp} does not divide a vocabulary of {padded}; --pad {right} would make it")
+    if padded // args.tp > MOST:
+        raise UsageError(f"--vocab {size.vocab} is padded to {padded}; a GPU's part can have {MOST} rows")
     return Size(padded // args.tp, size.hidden)
 
 
@@ -666,11 +670,11 @@ def _model_size(name: str) -> Size:
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.exists():
-            raise UsageError(f"--model {name} is a folder without a config.json")
     try:
+        if path.is_dir():
+            path = path / "config.json"
+            if not path.exists():
+                raise UsageError(f"--model {name} is a folder without a config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
         text = config.get("text_config", config)  # models that also see or hear keep the language model's apart
         return Size(_size(str(text["vocab_size"])), _size(str(text.get("hidden_size") or text["n_embd"])))
@@ -678,7 +682,7 @@ def _model_size(name: str) -> Size:
         raise UsageError(f"--model {name}: vocab_size or hidden_size in {path}: {error}") from None
     except FileNotFoundError:
         raise UsageError(f"--model {name} is neither one of {', '.join(MODELS)} nor a config.json") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"--model {name}: no vocab_size and hidden_size in {path} ({said(error)})") from None
 
 

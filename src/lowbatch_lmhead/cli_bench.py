@@ -39,9 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out-dtype", choices=list(OUT_DTYPES), default="bfloat16", help="of the logits (bfloat16)")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile, too, which takes minutes")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep what is measured in DIR, as JSON")
+    parser.add_argument("--out", type=folder_name, metavar="DIR", help="keep what is measured in DIR, as JSON")
     parser.add_argument("--resume", action="store_true", help="do not measure again what is in DIR")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try the command out")
+
+
+def folder_name(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
 
 
 def _rows(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,9 @@ class WarmupReport(Report[HeadReport]):
         )
 
 
+_NO_STDERR = (OSError, ValueError, AttributeError)  # it is a pipe that nobody reads, or closed, or a daemon's None
+
+
 def _is_terminal() -> bool:
     try:
         return sys.stderr.isatty()
@@ -140,13 +144,18 @@ class Bar:
         return self._step
 
     def _step(self, done: int, of: int) -> None:
-        if self._wanted:
+        if not self._wanted:
+            return
+        try:
             if self._tqdm is None:
                 from tqdm import tqdm
 
                 self._tqdm = tqdm(total=of, desc=self._title, unit="row count", leave=False)
             self._tqdm.update(done - self._tqdm.n)
+        except _NO_STDERR:
+            self._wanted = False
 
     def __exit__(self, *error: object) -> None:
         if self._tqdm is not None:
-            self._tqdm.close()
+            with contextlib.suppress(*_NO_STDERR):
+                self._tqdm.close()

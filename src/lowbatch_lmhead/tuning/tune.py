@@ -409,7 +409,7 @@ def _measure(
         finally:
             timer.close()
         for launch in {tuple(known) for there in ranks.exchange(plan.dropped()) for known in there}:
-            plan.drop(launch, f"{launch[0]} ({launch[1]}): wrong on another rank")
+            plan.drop(launch, f"{launch[0]} ({launch[1]}): it does not compile or is wrong on another rank")
         if not result.out_of_time:  # what serves beyond, as ``warmup`` prepares it
             for rows in range(wishes.max_rows + 1, plan.max_rows + 1):
                 plan.prepare(rows, weight, bias, references, compiles.launch)

@@ -27,7 +27,7 @@ from .tuning.tune import MOST_ROWS
 
 OUT_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NO_GPU = (
-    "bench measures on a CUDA GPU, and there is none here; --device cpu tries the command out on a small head, "
+    "bench measures on a CUDA GPU, and there is none here; --device cpu --vocab 1000 --hidden 128 tries the command out, "
     "with wall-clock times that say nothing of a GPU"
 )
 

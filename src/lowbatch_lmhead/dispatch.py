@@ -400,12 +400,14 @@ def check_invariant(head: Head, batch_invariant: bool) -> None:
 
 def check_out_dtype(out_dtype: torch.dtype | None, own_dtype: torch.dtype | None) -> None:
     """ValueError for an ``out_dtype`` that no logits have; ``own_dtype`` None where that depends on x."""
-    got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
     if own_dtype is None:
-        if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
-            raise ValueError(f"out_dtype must be None, torch.float32 or x's dtype, got {got}")
-    elif out_dtype not in (None, own_dtype, torch.float32):
-        *most, last = dict.fromkeys(("None", "torch.float32", str(own_dtype)))
+        wrong = out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point)
+    else:
+        wrong = out_dtype not in (None, own_dtype, torch.float32)
+    if wrong:
+        got = dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
+        own = "x's dtype" if own_dtype is None else str(own_dtype)
+        *most, last = dict.fromkeys(("None", "torch.float32", own))
         raise ValueError(f"out_dtype must be {', '.join(most)} or {last}, got {got}")
 
 

@@ -159,18 +159,12 @@ class Plan:
         """
         known = (backend.name, str(tactic))
         with self._lock, on_device(self.key.device):
-            before = tried = self._tried.get(known)
+            tried = self._tried.get(known)
             if not isinstance(tried, str):
                 tried = self._try(tried, backend, tactic, self.problem(rows), weight, bias, references, compile_)
-                self._tried[known] = tried
-            if isinstance(before, Launch) and isinstance(tried, str):
-                self._withdraw(before)
+                if isinstance(tried, str):
+                    self.drop(known, tried)
             return tried
-
-    def _withdraw(self, launch: Launch) -> None:
-        """Let the row counts that ``launch`` serves be prepared anew: it has turned out wrong."""
-        kept = [None if entry and entry.launch is launch else entry for entry in self.entries]
-        self.entries[:], self.table[:] = kept, [_served(entry) if entry else None for entry in kept]
 
     def dropped(self) -> list[tuple[str, str]]:
         """The launches, (backend, tactic), that did not compile or were wrong."""
@@ -178,13 +172,15 @@ class Plan:
             return [known for known, tried in self._tried.items() if isinstance(tried, str)]
 
     def drop(self, known: tuple[str, str], reason: str) -> None:
-        """Let a launch (backend, tactic) serve no more, for ``reason``."""
+        """Let a launch (backend, tactic) serve no more, for ``reason``; the row counts that it served are prepared anew."""
         with self._lock:
-            before = self._tried.get(known)
-            if not isinstance(before, str):
-                self._tried[known] = reason
-            if isinstance(before, Launch):
-                self._withdraw(before)
+            launch = self._tried.get(known)
+            if isinstance(launch, str):
+                return
+            self._tried[known] = reason
+            if launch is not None:
+                kept = [None if entry and entry.launch is launch else entry for entry in self.entries]
+                self.entries[:], self.table[:] = kept, [_served(entry) if entry else None for entry in kept]
 
     def adopt(self, entries: Mapping[int, Entry]) -> None:
         """Let ``entries``, by row count from 1 on, serve from now on: launches that were checked."""

@@ -59,13 +59,15 @@ def _same(a: Decision, b: Decision) -> bool:
     )
 
 
-class Lines(Protocol):
+class OfHead(Protocol):
     """A head's part of a report."""
 
     def lines(self) -> Iterator[str]: ...
 
+    def to_dict(self) -> dict[str, Any]: ...
 
-H = TypeVar("H", bound=Lines)
+
+H = TypeVar("H", bound=OfHead)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ class Report(Generic[H]):
         lines.append(f"{self.seconds:.2f} s, {self.compiled} kernels compiled, {self.loaded} loaded")
         return "\n".join(lines)
 
-
-class WarmupReport(Report[HeadReport]):
-    """What ``warmup`` did."""
-
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
         return {**vars(self), "heads": [head.to_dict() for head in self.heads]}
+
+
+class WarmupReport(Report[HeadReport]):
+    """What ``warmup`` did."""
 
     @classmethod
     def collect(

@@ -128,10 +128,6 @@ def _range(values: list[float | None], form: str) -> str:
 class TuningReport(Report[TunedHead]):
     """What ``autotune`` did."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return {**vars(self), "heads": [head.to_dict() for head in self.heads]}
-
     def to_json(self) -> str:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)

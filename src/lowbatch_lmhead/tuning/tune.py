@@ -216,9 +216,7 @@ def _tune_plan(found: Found, plan: Plan, wishes: Wishes, ranks: Ranks, begin: fl
     with Bar(f"tuning {found.name}", wishes.progress) as step, torch.no_grad(), plans.on_device(plan.key.device):
         found = dataclasses.replace(found, head=_held(found.head))
         from_cache = _from_cache(found, plan, wishes, ranks, begin)
-        tuned, content = from_cache or _measure(
-            found, plan, wishes, ranks, step, begin, lambda: _still_serving(plan, earlier) if alike else {}
-        )
+        tuned, content = from_cache or _measure(found, plan, wishes, ranks, step, begin, earlier if alike else None)
     if content and not from_cache:
         kept.save(wishes.folder, cache_key(plan), content)
     rows_of, budgets_s = _still_serving(plan, earlier), dict(earlier.budgets_s) if earlier else {}
@@ -387,10 +385,10 @@ def _measure(
     ranks: Ranks,
     step: Step,
     begin: float,
-    still_serving: Callable[[], dict[int, TunedRow]],
+    earlier: Earlier | None,
 ) -> tuple[TunedHead, dict[str, Any] | None]:
     """What was found, and what a cache keeps of it: nothing where the budget ended first. What was not timed is left to
-    what earlier calls have found, as far as it is not wrong."""
+    what ``earlier`` calls have found, as far as it still serves."""
     weight, bias = found.head.weight, found.head.bias
     assert weight is not None
     with (
@@ -413,7 +411,7 @@ def _measure(
         if not result.out_of_time:  # what serves beyond, as ``warmup`` prepares it
             for rows in range(wishes.max_rows + 1, plan.max_rows + 1):
                 plan.prepare(rows, weight, bias, references, compiles.launch)
-    before = still_serving()
+    before = _still_serving(plan, earlier)
     left = before.keys() - result.measured.keys() if result.out_of_time else set()
     entries = {rows: entry for rows, entry in search.entries() if rows not in left}
     ranks.exchange("done")  # whoever failed until here has told the others

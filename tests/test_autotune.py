@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -135,6 +136,33 @@ def test_a_single_quick_row_count_of_the_default_gemm_is_found(tuning):
     """cuBLAS has a kernel for 5 rows that beats ours, say."""
     tuning(steady(default=lambda rows: 80 if rows == 5 else 100, a=90))
     assert [rows for rows, tactic in chosen(autotune(linear())).items() if tactic is None] == [5]
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_row_count_that_the_default_gemm_wins_alone_is_timed_once_more(tuning, lasting):
+    """At 22 rows the kernel seems to be slow, once or whenever it is timed."""
+    met = []  # contests at 22 rows
+
+    def script(label, rows, round_):
+        if rows == 22 and label == "a" and round_ == 1:
+            met.append(True)
+        return 99.5 if rows == 22 and label == "a" and (lasting or len(met) < 2) else 100 if label != "a" else 95
+
+    timed = tuning(script).timed
+    expected = {rows: None if lasting and rows == 22 else "a" for rows in range(1, 33)}
+    assert chosen(autotune(linear())) == expected
+    counts = Counter(rows for rows, _ in timed)
+    assert counts[22] == 2
+    assert set(counts.values()) == {1, 2}
+    assert [rows for rows, count in counts.items() if count == 2] == [22]
+
+
+def test_nothing_is_timed_once_more_when_the_budget_has_ended(tuning):
+    us = steady(default=100, a=lambda rows: 99.5 if rows == 5 else 90)
+    script = tuning(us)
+    found = search(linear(), script, Clock(1.0), budget_s=8.5).run(8)
+    assert found.out_of_time
+    assert [rows for rows, _ in script.timed].count(5) == 1
 
 
 def test_what_loses_at_both_ends_of_a_bucket_is_not_timed_inside(tuning):

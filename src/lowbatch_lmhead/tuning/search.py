@@ -4,7 +4,8 @@
    wins there, and what comes close, goes on.
 2. Row counts: what went on from either end of its bucket is timed beside the default GEMM at every row count on its own.
    Only where nothing won at either end of a bucket, nothing is timed inside. At the first row count of a large bucket all
-   that was timed at its end is timed again, and what wins there goes on as well.
+   that was timed at its end is timed again, and what wins there goes on as well. A row count that the default GEMM wins
+   between two that it loses is timed once more.
 3. A launch serves where it is quicker than the default GEMM by more than the noise, which is how far the default GEMM
    differs from itself in the same rounds. Among launches that are alike the one listed first serves, so that the choice
    is the same the next time.
@@ -177,6 +178,7 @@ class Search:
             finalists[above] += self._also(above, finalists[below], finalists[above])
         found.noise = max((measured.noise or 0.0 for measured in found.measured.values()), default=0.0)
         self._between(ends, finalists, max_rows)
+        self._look_again(ends, finalists)
         self._choose_what_is_right(ends, finalists, max_rows)
         return found
 
@@ -280,6 +282,18 @@ class Search:
             self._result.measured[rows] = self._measure(rows, ready)
             if is_first:
                 finalists[above] += self._also(above, self._finalists(rows, ready), finalists[above])
+
+    def _look_again(self, ends: list[int], finalists: dict[int, list[Option]]) -> None:
+        """Time once more where the default GEMM wins between two row counts that it loses: the clock may have dropped."""
+        measured = self._result.measured
+        above = {rows: next(end for end in ends if end >= rows) for rows in measured}
+        kernels = {rows for rows, end in above.items() if self._winner(rows, finalists[end])}
+        for rows, end in sorted(above.items()):
+            if rows in ends or rows in kernels or not {rows - 1, rows + 1} <= kernels:
+                continue
+            ready = [option for option in self._timed_at(end, rows) if option.name in measured[rows].us]
+            if ready and not self._out_of_time():
+                measured[rows] = self._measure(rows, [option for option in ready if self._ready(option, rows)])
 
     def _also(self, end: int, more: list[Option], known: list[Option]) -> list[Option]:
         """Those of ``more`` that were timed at ``end`` and are not among ``known``."""

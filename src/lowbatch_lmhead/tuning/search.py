@@ -263,6 +263,12 @@ class Search:
         )
         return _slowest([Measured(**one) for one in self._exchange(vars(own))])
 
+    def _time(self, rows: int, able: list[Option]) -> list[Option]:
+        """Time those of ``able`` that are ready at ``rows``, and keep their times; returns them."""
+        ready = [option for option in able if self._ready(option, rows)]
+        self._result.measured[rows] = self._measure(rows, ready)
+        return ready
+
     def _between(self, ends: list[int], finalists: dict[int, list[Option]], max_rows: int) -> None:
         """Time the row counts inside the buckets, as long as there is time."""
         for rows in range(1, max_rows + 1):
@@ -278,8 +284,7 @@ class Search:
             is_first = rows - 1 in ends and above - rows + 1 >= LARGE_BUCKET
             if is_first:
                 ready = self._timed_at(above, rows)
-            ready = [option for option in ready if self._ready(option, rows)]
-            self._result.measured[rows] = self._measure(rows, ready)
+            ready = self._time(rows, ready)
             if is_first:
                 finalists[above] += self._also(above, self._finalists(rows, ready), finalists[above])
 
@@ -293,7 +298,7 @@ class Search:
                 continue
             ready = [option for option in self._timed_at(end, rows) if option.name in measured[rows].us]
             if ready and not self._out_of_time():
-                measured[rows] = self._measure(rows, [option for option in ready if self._ready(option, rows)])
+                self._time(rows, ready)
 
     def _also(self, end: int, more: list[Option], known: list[Option]) -> list[Option]:
         """Those of ``more`` that were timed at ``end`` and are not among ``known``."""
@@ -378,9 +383,7 @@ class Search:
             above = next(end for end in ends if end >= rows)
             others = [option for option in self._timed_at(above, rows) if option.name not in self._wrong]
             if others and not self._out_of_time():
-                ready = [option for option in others if self._ready(option, rows)]
-                self._result.measured[rows] = self._measure(rows, ready)
-                finalists[above] += self._also(above, ready, finalists[above])
+                finalists[above] += self._also(above, self._time(rows, others), finalists[above])
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """The plan's entries for what was found."""
